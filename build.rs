@@ -1,0 +1,2 @@
+//! Build script of `host`.
+fn main() {}

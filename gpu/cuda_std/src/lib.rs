@@ -1,0 +1,1 @@
+//! Device library with Rust-CUDA's names: upstream NVPTX back end and a CPU emulator.
