@@ -1,1 +1,18 @@
-//! Kernels.
+//! Ansatz's kernels, and everything both sides of a launch must agree on.
+//!
+//! - [`arith`]: the one arithmetic. Every operator has one result to the bit, whoever computes it.
+//! - [`layout`]: how the nibbles of a matrix are dealt to blocks, lanes and lookups.
+//! - [`rans`]: the codec's step functions and constants.
+//!
+//! The crate builds for `nvptx64-nvidia-cuda`, where the kernels become PTX, and for the host,
+//! where `host` links it: the reference, the emulator and the GPU share this source.
+
+#![cfg_attr(target_arch = "nvptx64", no_std)]
+#![cfg_attr(
+    target_arch = "nvptx64",
+    feature(abi_ptx, stdarch_nvptx, asm_experimental_arch)
+)]
+
+pub mod arith;
+pub mod layout;
+pub mod rans;

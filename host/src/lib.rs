@@ -1,1 +1,3 @@
-//! Ansatz.
+//! Ansatz: Mixture-of-Experts inference with the routed experts entropy-coded in memory.
+
+pub mod backend;

@@ -1,0 +1,324 @@
+//! What a model's forward pass is made of.
+//!
+//! [`Backend`] is one set of operators; `host::model` is written once over it. Every implementation
+//! gives the same bits (`gpu::arith`, `docs/determinism.md`), so that tests compare for equality.
+//! Activations are f32, one row a token; dense weights are bf16 bits, row-major `[rows, cols]`.
+
+use bytemuck::Pod;
+
+/// A strided view of rows to read: row `t` starts at `offset + t * stride` (elements).
+pub struct Rows<'a, B> {
+    /// Where the rows are.
+    pub buf: &'a B,
+    /// First element of row 0.
+    pub offset: usize,
+    /// Elements from row to row.
+    pub stride: usize,
+}
+
+impl<B> Clone for Rows<'_, B> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<B> Copy for Rows<'_, B> {}
+
+/// A strided view of rows to write.
+pub struct RowsMut<'a, B> {
+    /// Where the rows are.
+    pub buf: &'a mut B,
+    /// First element of row 0.
+    pub offset: usize,
+    /// Elements from row to row.
+    pub stride: usize,
+}
+
+/// Rows of `stride` elements from the start of `buf`.
+pub fn rows<B>(buf: &B, stride: usize) -> Rows<'_, B> {
+    Rows {
+        buf,
+        offset: 0,
+        stride,
+    }
+}
+
+/// Rows of `stride` elements from the start of `buf`, to write.
+pub fn rows_mut<B>(buf: &mut B, stride: usize) -> RowsMut<'_, B> {
+    RowsMut {
+        buf,
+        offset: 0,
+        stride,
+    }
+}
+
+/// Dimensions of multi-head latent attention.
+///
+/// Queries and cache rows have `latent + rope` elements: `[c | k_rope]`. `kv_b` is
+/// `[heads * (nope + value), latent]`: per head `nope` rows of keys, then `value` rows of values.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Mla {
+    /// Attention heads.
+    pub heads: usize,
+    /// `qk_nope_head_dim`.
+    pub nope: usize,
+    /// `qk_rope_head_dim`.
+    pub rope: usize,
+    /// `v_head_dim`.
+    pub value: usize,
+    /// `kv_lora_rank`.
+    pub latent: usize,
+    /// Factor of the scores.
+    pub scaling: f32,
+}
+
+/// Dimensions of the sparse attention's indexer.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Index {
+    /// `index_n_heads`.
+    pub heads: usize,
+    /// `index_head_dim`.
+    pub dim: usize,
+    /// `index_topk`.
+    pub top_k: usize,
+}
+
+/// Which cached positions a token attends to.
+pub enum Attend<'a, B> {
+    /// All positions up to its own.
+    Causal,
+    /// Row `t` of a `[tokens, top_k]` list: the first `min(top_k, first + t + 1)` entries,
+    /// ascending positions.
+    Listed {
+        /// The lists.
+        lists: &'a B,
+        /// Their stride.
+        top_k: usize,
+    },
+}
+
+/// How a layer's router chooses.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Router {
+    /// Experts of the layer.
+    pub experts: usize,
+    /// Experts a token goes to.
+    pub top_k: usize,
+    /// Groups that experts form.
+    pub groups: usize,
+    /// Groups that stay in the choice.
+    pub top_groups: usize,
+    /// Whether the weights are divided by their sum (plus 1e-20).
+    pub normalise: bool,
+    /// `routed_scaling_factor`.
+    pub scaling: f32,
+}
+
+/// The operators of a forward pass.
+///
+/// `tokens` is the number of rows; `first` the position of row 0. All dimensions are in elements.
+/// A back end may run operators asynchronously; [`Backend::read`] waits for what it reads.
+pub trait Backend {
+    /// `len` elements of `T` where the back end computes.
+    type Buf<T: Pod>;
+    /// One layer's routed experts, placed.
+    type Experts;
+    /// What goes wrong here: out of memory, a lost device, a kernel's fault.
+    type Error: std::error::Error + Send + Sync + 'static;
+
+    /// For people: `cpu (AVX-512)`, `cuda:0 NVIDIA H200`, …
+    fn describe(&self) -> String;
+
+    /// `len` zeroed elements.
+    fn alloc<T: Pod>(&self, len: usize) -> Result<Self::Buf<T>, Self::Error>;
+    /// A copy of `data`.
+    fn upload<T: Pod>(&self, data: &[T]) -> Result<Self::Buf<T>, Self::Error>;
+    /// Overwrites `data.len()` elements from `offset` on.
+    fn write<T: Pod>(
+        &self,
+        buf: &mut Self::Buf<T>,
+        offset: usize,
+        data: &[T],
+    ) -> Result<(), Self::Error>;
+    /// Reads `out.len()` elements from `offset` on.
+    fn read<T: Pod>(
+        &self,
+        buf: &Self::Buf<T>,
+        offset: usize,
+        out: &mut [T],
+    ) -> Result<(), Self::Error>;
+
+    /// `out[t] = table[ids[t]]`, bf16 `[vocab, cols]` to f32.
+    fn embed(
+        &self,
+        table: &Self::Buf<u16>,
+        ids: &Self::Buf<u32>,
+        cols: usize,
+        tokens: usize,
+        out: RowsMut<'_, Self::Buf<f32>>,
+    ) -> Result<(), Self::Error>;
+
+    /// `out = (x * 1/sqrt(dot(x, x)/cols + eps)) * weight`, weight bf16 `[cols]`.
+    fn rms_norm(
+        &self,
+        x: Rows<'_, Self::Buf<f32>>,
+        weight: &Self::Buf<u16>,
+        eps: f32,
+        cols: usize,
+        tokens: usize,
+        out: RowsMut<'_, Self::Buf<f32>>,
+    ) -> Result<(), Self::Error>;
+
+    /// `d = x - sum(x)/cols`, `out = fma(d * 1/sqrt(dot(d, d)/cols + eps), weight, bias)`.
+    #[allow(clippy::too_many_arguments)]
+    fn layer_norm(
+        &self,
+        x: Rows<'_, Self::Buf<f32>>,
+        weight: &Self::Buf<u16>,
+        bias: &Self::Buf<u16>,
+        eps: f32,
+        cols: usize,
+        tokens: usize,
+        out: RowsMut<'_, Self::Buf<f32>>,
+    ) -> Result<(), Self::Error>;
+
+    /// `out[t][r] = dot(weight[r], x[t])`, plus what was there where `add`. Weight bf16
+    /// `[rows, cols]`, `cols` a multiple of 8.
+    #[allow(clippy::too_many_arguments)]
+    fn linear(
+        &self,
+        x: Rows<'_, Self::Buf<f32>>,
+        weight: &Self::Buf<u16>,
+        rows: usize,
+        cols: usize,
+        tokens: usize,
+        add: bool,
+        out: RowsMut<'_, Self::Buf<f32>>,
+    ) -> Result<(), Self::Error>;
+
+    /// `out = silu(gate) * up`, elementwise over rows of `cols`.
+    fn silu_mul(
+        &self,
+        gate: Rows<'_, Self::Buf<f32>>,
+        up: Rows<'_, Self::Buf<f32>>,
+        cols: usize,
+        tokens: usize,
+        out: RowsMut<'_, Self::Buf<f32>>,
+    ) -> Result<(), Self::Error>;
+
+    /// Interleaved RoPE: of each head's `rope + pass` elements the first `rope` are pairs
+    /// `(x0, x1), (x2, x3), …`; pair `i` turns by `position * inv_freq[i]` and its members go to
+    /// `i` and `rope/2 + i` of the output. The other `pass` elements are copied.
+    ///
+    /// Head `h` of token `t` reads at `t * x.stride + h * x_head`, writes at
+    /// `t * out.stride + h * out_head`, from the views' offsets. `inv_freq` is f32 `[rope/2]`;
+    /// angle and products are as in `gpu::arith::{sin_cos, rotate}`.
+    #[allow(clippy::too_many_arguments)]
+    fn rope(
+        &self,
+        x: Rows<'_, Self::Buf<f32>>,
+        x_head: usize,
+        heads: usize,
+        rope: usize,
+        pass: usize,
+        inv_freq: &Self::Buf<f32>,
+        first: usize,
+        tokens: usize,
+        out: RowsMut<'_, Self::Buf<f32>>,
+        out_head: usize,
+    ) -> Result<(), Self::Error>;
+
+    /// Queries into the latent space: per head,
+    /// `out[h][c] = sum over j ascending of fma(q[h][j], kv_b[h * (nope + value) + j][c])`, from +0.
+    /// Head `h` of `q` is at `h * (nope + rope)`, of `out` at `h * (latent + rope)`; the `rope`
+    /// part of `out` is left alone.
+    fn absorb_query(
+        &self,
+        q: Rows<'_, Self::Buf<f32>>,
+        kv_b: &Self::Buf<u16>,
+        mla: &Mla,
+        tokens: usize,
+        out: RowsMut<'_, Self::Buf<f32>>,
+    ) -> Result<(), Self::Error>;
+
+    /// Attention of latent queries `[tokens, heads * (latent + rope)]` to cache rows
+    /// `[_, latent + rope]` (row = position): scores `scaling * dot(q, row)`, softmax in chunks of
+    /// `gpu::arith::ATTENTION_CHUNK` listed positions, `out[h] = sum p * row[..latent] / sum p`,
+    /// `[tokens, heads * latent]`.
+    #[allow(clippy::too_many_arguments)]
+    fn attention(
+        &self,
+        q: Rows<'_, Self::Buf<f32>>,
+        cache: &Self::Buf<f32>,
+        attend: Attend<'_, Self::Buf<u32>>,
+        mla: &Mla,
+        first: usize,
+        tokens: usize,
+        out: RowsMut<'_, Self::Buf<f32>>,
+    ) -> Result<(), Self::Error>;
+
+    /// Values out of the latent space: `out[h][j] = dot(kv_b[h * (nope + value) + nope + j], x[h])`.
+    fn expand_value(
+        &self,
+        x: Rows<'_, Self::Buf<f32>>,
+        kv_b: &Self::Buf<u16>,
+        mla: &Mla,
+        tokens: usize,
+        out: RowsMut<'_, Self::Buf<f32>>,
+    ) -> Result<(), Self::Error>;
+
+    /// The indexer: score of position `p` for token `t` is
+    /// `sum over heads ascending of fma(weights[t][h] * heads^-0.5, max(dot(q[t][h], keys[p]) * dim^-0.5, 0))`
+    /// from +0, for `p <= first + t`. The `min(top_k, first + t + 1)` best (of equal scores the
+    /// lowest positions) go to `lists[t]`, ascending, stride `top_k`.
+    #[allow(clippy::too_many_arguments)]
+    fn index(
+        &self,
+        q: Rows<'_, Self::Buf<f32>>,
+        keys: &Self::Buf<f32>,
+        weights: Rows<'_, Self::Buf<f32>>,
+        index: &Index,
+        first: usize,
+        tokens: usize,
+        lists: &mut Self::Buf<u32>,
+    ) -> Result<(), Self::Error>;
+
+    /// Sigmoid router: `s = sigmoid(logit)`, choice by `s + bias` (of equal values the lowest
+    /// expert), limited to the `top_groups` groups with the largest sum of their two best choices;
+    /// weights are the chosen `s`, by ascending expert divided by (their sum from +0, plus 1e-20)
+    /// where `normalise`, times `scaling`. `ids` and `weights` are `[tokens, top_k]`, ascending ids.
+    fn route(
+        &self,
+        logits: Rows<'_, Self::Buf<f32>>,
+        bias: &Self::Buf<f32>,
+        router: &Router,
+        tokens: usize,
+        ids: &mut Self::Buf<u32>,
+        weights: &mut Self::Buf<f32>,
+    ) -> Result<(), Self::Error>;
+
+    /// The routed experts: `out[t] = sum over t's experts ascending of fma(weight, y, acc)` from
+    /// +0, `y = down(silu(gate(x)) * up(x))`; inputs of gate/up and of down are quantised per token
+    /// (`gpu::arith::{activation_scale, quantise}`), dot products exact. `x` has the experts'
+    /// hidden size as columns; `ids`, `weights` `[tokens, top_k]` as [`Backend::route`] gives them.
+    #[allow(clippy::too_many_arguments)]
+    fn experts(
+        &self,
+        experts: &Self::Experts,
+        x: Rows<'_, Self::Buf<f32>>,
+        ids: &Self::Buf<u32>,
+        weights: &Self::Buf<f32>,
+        top_k: usize,
+        tokens: usize,
+        out: RowsMut<'_, Self::Buf<f32>>,
+    ) -> Result<(), Self::Error>;
+
+    /// `out = out + x`, elementwise over rows of `cols`.
+    fn add(
+        &self,
+        x: Rows<'_, Self::Buf<f32>>,
+        cols: usize,
+        tokens: usize,
+        out: RowsMut<'_, Self::Buf<f32>>,
+    ) -> Result<(), Self::Error>;
+}
