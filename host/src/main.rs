@@ -1,2 +1,5 @@
 //! The command line.
-fn main() {}
+
+fn main() {
+    println!("{}", env!("CARGO_PKG_VERSION"));
+}
