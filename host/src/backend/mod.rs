@@ -4,7 +4,11 @@
 //! gives the same bits (`gpu::arith`, `docs/determinism.md`), so that tests compare for equality.
 //! Activations are f32, one row a token; dense weights are bf16 bits, row-major `[rows, cols]`.
 
+pub mod reference;
+
 use bytemuck::Pod;
+
+use crate::expert::{ExpertShape, Form, RawMatrix};
 
 /// A strided view of rows to read: row `t` starts at `offset + t * stride` (elements).
 pub struct Rows<'a, B> {
@@ -81,6 +85,18 @@ pub struct Index {
     pub dim: usize,
     /// `index_topk`.
     pub top_k: usize,
+}
+
+impl Index {
+    /// Factor of a head's weight, `heads^-0.5`: f64 arithmetic, rounded once.
+    pub fn weight_factor(&self) -> f32 {
+        (1.0 / (self.heads as f64).sqrt()) as f32
+    }
+
+    /// Factor of a dot product, `dim^-0.5`: f64 arithmetic, rounded once.
+    pub fn dot_factor(&self) -> f32 {
+        (1.0 / (self.dim as f64).sqrt()) as f32
+    }
 }
 
 /// Which cached positions a token attends to.
@@ -284,7 +300,8 @@ pub trait Backend {
     ) -> Result<(), Self::Error>;
 
     /// Sigmoid router: `s = sigmoid(logit)`, choice by `s + bias` (of equal values the lowest
-    /// expert), limited to the `top_groups` groups with the largest sum of their two best choices;
+    /// expert), limited to the `top_groups` groups with the largest sum of their two best choices
+    /// (best + second best; of equal sums the lowest group);
     /// weights are the chosen `s`, by ascending expert divided by (their sum from +0, plus 1e-20)
     /// where `normalise`, times `scaling`. `ids` and `weights` are `[tokens, top_k]`, ascending ids.
     fn route(
@@ -321,4 +338,22 @@ pub trait Backend {
         tokens: usize,
         out: RowsMut<'_, Self::Buf<f32>>,
     ) -> Result<(), Self::Error>;
+}
+
+/// One layer's routed experts, in ascending order of their ids, on the way to a back end.
+pub enum LayerExperts<'a> {
+    /// Gate, up and down of each expert as raw int4.
+    Raw(Vec<[RawMatrix<'a>; 3]>),
+}
+
+/// A back end that can place routed experts.
+pub trait LoadExperts: Backend {
+    /// Copies one layer's experts to where they are multiplied. Raw ones become tier `raw`; coded
+    /// ones stay coded (tier `ans`) and are multiplied as `form` says.
+    fn load_experts(
+        &self,
+        layer: LayerExperts<'_>,
+        shape: ExpertShape,
+        form: Form,
+    ) -> Result<Self::Experts, Self::Error>;
 }

@@ -1,0 +1,849 @@
+//! The plain reference: every operator as its definition reads, single-threaded loops.
+//!
+//! Slow and obviously right. All other back ends are compared with it, bit for bit.
+
+use bytemuck::Pod;
+use gpu::arith::{self, plain};
+use gpu::layout::Folds;
+use thiserror::Error;
+
+use super::{Attend, Backend, Index, LayerExperts, LoadExperts, Mla, Router, Rows, RowsMut};
+use crate::expert::{ExpertShape, Form, MatrixKind, RawMatrix, ScaleKind};
+
+/// What the reference refuses.
+#[derive(Debug, Error)]
+pub enum ReferenceError {
+    /// An operator would leave a buffer.
+    #[error("elements {start}..{start}+{len} of a buffer of {have}")]
+    Range {
+        /// First element.
+        start: usize,
+        /// Elements.
+        len: usize,
+        /// Elements that there are.
+        have: usize,
+    },
+    /// A token id past the embedding table, or an expert id past the layer.
+    #[error("{what} {id} of {have}")]
+    Id {
+        /// Token or expert.
+        what: &'static str,
+        /// The id.
+        id: usize,
+        /// How many there are.
+        have: usize,
+    },
+    /// An expert's matrix does not have the layer's shape.
+    #[error(
+        "expert {expert} {matrix}: {packed} packed bytes and {scales} scales, expected {want_packed} and {want_scales}"
+    )]
+    Matrix {
+        /// Expert id.
+        expert: usize,
+        /// Its matrix.
+        matrix: &'static str,
+        /// Bytes found.
+        packed: usize,
+        /// Scales found.
+        scales: usize,
+        /// Bytes expected.
+        want_packed: usize,
+        /// Scales expected.
+        want_scales: usize,
+    },
+    /// A column count that no kernel takes.
+    #[error("experts of {0} columns: expected a multiple of 64 from 64 to 8192")]
+    Columns(usize),
+}
+
+type Result<T> = std::result::Result<T, ReferenceError>;
+
+/// The plain reference back end.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Reference;
+
+/// One layer's experts as raw int4.
+pub struct Experts {
+    shape: ExpertShape,
+    matrices: Vec<[RawMatrix<'static>; 3]>,
+}
+
+fn slice<T>(buf: &[T], start: usize, len: usize) -> Result<&[T]> {
+    buf.get(start..start.saturating_add(len))
+        .ok_or(ReferenceError::Range {
+            start,
+            len,
+            have: buf.len(),
+        })
+}
+
+fn slice_mut<T>(buf: &mut [T], start: usize, len: usize) -> Result<&mut [T]> {
+    let have = buf.len();
+    buf.get_mut(start..start.saturating_add(len))
+        .ok_or(ReferenceError::Range { start, len, have })
+}
+
+impl<'a, T> Rows<'a, Vec<T>> {
+    fn row(&self, t: usize, len: usize) -> Result<&'a [T]> {
+        slice(self.buf, self.offset + t * self.stride, len)
+    }
+}
+
+impl<T> RowsMut<'_, Vec<T>> {
+    fn row(&mut self, t: usize, len: usize) -> Result<&mut [T]> {
+        slice_mut(self.buf, self.offset + t * self.stride, len)
+    }
+}
+
+/// bf16 bits widened.
+fn widen(bits: &[u16]) -> Vec<f32> {
+    bits.iter().map(|b| arith::bf16(*b)).collect()
+}
+
+/// Quantises one token's activations: `(scale, X)`.
+pub fn quantise_row(x: &[f32]) -> (f32, Vec<i32>) {
+    let amax = x.iter().fold(0.0, |m, x| arith::max(arith::abs(*x), m));
+    let scale = arith::activation_scale(amax);
+    (
+        scale,
+        x.iter().map(|x| arith::quantise(*x, scale)).collect(),
+    )
+}
+
+/// `q` of a column in a packed row.
+fn nibble(packed_row: &[u8], col: usize) -> i32 {
+    (packed_row[col / 2] >> (4 * (col % 2)) & 15) as i32 - 8
+}
+
+/// `y = matrix x`, inputs quantised.
+fn matvec(m: &RawMatrix<'_>, rows: usize, cols: usize, scales: ScaleKind, x: &[f32]) -> Vec<f32> {
+    let (s, q) = quantise_row(x);
+    let packed_row = |r: usize| &m.packed[r * cols / 2..(r + 1) * cols / 2];
+    let dot = |row: &[u8], from: usize, to: usize| -> i32 {
+        (from..to).map(|c| nibble(row, c) * q[c]).sum()
+    };
+    match scales {
+        ScaleKind::Row => (0..rows)
+            .map(|r| arith::dequantise_row(m.scales[r], s, dot(packed_row(r), 0, cols)))
+            .collect(),
+        ScaleKind::G64 => {
+            let folds = Folds::new(cols).expect("checked when loaded");
+            let groups = folds.fold_groups();
+            (0..rows)
+                .map(|r| {
+                    let mut total = None;
+                    for fold in 0..cols / folds.fold {
+                        let mut v: Vec<f32> = (0..groups)
+                            .map(|g| {
+                                let group = fold * groups + g;
+                                let at = group * arith::GROUP;
+                                m.scales[r * (cols / arith::GROUP) + group]
+                                    * dot(packed_row(r), at, at + arith::GROUP) as f32
+                            })
+                            .collect();
+                        let mut half = groups / 2;
+                        while half > 0 {
+                            for i in 0..half {
+                                v[i] += v[i + half];
+                            }
+                            half /= 2;
+                        }
+                        total = Some(match total {
+                            None => v[0],
+                            Some(t) => t + v[0],
+                        });
+                    }
+                    arith::dequantise_grouped(s, total.expect("at least one fold"))
+                })
+                .collect()
+        }
+    }
+}
+
+/// Indices of the `n` largest keys, of equal keys the lowest; ascending.
+fn top(keys: &[f32], n: usize) -> Vec<usize> {
+    let mut order: Vec<usize> = (0..keys.len()).collect();
+    order.sort_by_key(|i| std::cmp::Reverse(arith::order_key(keys[*i]))); // stable
+    order.truncate(n);
+    order.sort_unstable();
+    order
+}
+
+impl Backend for Reference {
+    type Buf<T: Pod> = Vec<T>;
+    type Experts = Experts;
+    type Error = ReferenceError;
+
+    fn describe(&self) -> String {
+        "cpu (reference)".into()
+    }
+
+    fn alloc<T: Pod>(&self, len: usize) -> Result<Vec<T>> {
+        Ok(vec![T::zeroed(); len])
+    }
+
+    fn upload<T: Pod>(&self, data: &[T]) -> Result<Vec<T>> {
+        Ok(data.to_vec())
+    }
+
+    fn write<T: Pod>(&self, buf: &mut Vec<T>, offset: usize, data: &[T]) -> Result<()> {
+        slice_mut(buf, offset, data.len())?.copy_from_slice(data);
+        Ok(())
+    }
+
+    fn read<T: Pod>(&self, buf: &Vec<T>, offset: usize, out: &mut [T]) -> Result<()> {
+        out.copy_from_slice(slice(buf, offset, out.len())?);
+        Ok(())
+    }
+
+    fn embed(
+        &self,
+        table: &Vec<u16>,
+        ids: &Vec<u32>,
+        cols: usize,
+        tokens: usize,
+        mut out: RowsMut<'_, Vec<f32>>,
+    ) -> Result<()> {
+        for (t, id) in slice(ids, 0, tokens)?.iter().enumerate() {
+            let id = *id as usize;
+            let row = slice(table, id * cols, cols).map_err(|_| ReferenceError::Id {
+                what: "token",
+                id,
+                have: table.len() / cols,
+            })?;
+            out.row(t, cols)?.copy_from_slice(&widen(row));
+        }
+        Ok(())
+    }
+
+    fn rms_norm(
+        &self,
+        x: Rows<'_, Vec<f32>>,
+        weight: &Vec<u16>,
+        eps: f32,
+        cols: usize,
+        tokens: usize,
+        mut out: RowsMut<'_, Vec<f32>>,
+    ) -> Result<()> {
+        let w = widen(slice(weight, 0, cols)?);
+        for t in 0..tokens {
+            let x = x.row(t, cols)?;
+            let r = arith::rms_factor(plain::dot(x, x), cols, eps);
+            for (k, y) in out.row(t, cols)?.iter_mut().enumerate() {
+                *y = (x[k] * r) * w[k];
+            }
+        }
+        Ok(())
+    }
+
+    fn layer_norm(
+        &self,
+        x: Rows<'_, Vec<f32>>,
+        weight: &Vec<u16>,
+        bias: &Vec<u16>,
+        eps: f32,
+        cols: usize,
+        tokens: usize,
+        mut out: RowsMut<'_, Vec<f32>>,
+    ) -> Result<()> {
+        let w = widen(slice(weight, 0, cols)?);
+        let b = widen(slice(bias, 0, cols)?);
+        for t in 0..tokens {
+            let x = x.row(t, cols)?;
+            let mean = plain::sum(x) / cols as f32;
+            let d: Vec<f32> = x.iter().map(|x| x - mean).collect();
+            let r = arith::rms_factor(plain::dot(&d, &d), cols, eps);
+            for (k, y) in out.row(t, cols)?.iter_mut().enumerate() {
+                *y = arith::fma(d[k] * r, w[k], b[k]);
+            }
+        }
+        Ok(())
+    }
+
+    fn linear(
+        &self,
+        x: Rows<'_, Vec<f32>>,
+        weight: &Vec<u16>,
+        rows: usize,
+        cols: usize,
+        tokens: usize,
+        add: bool,
+        mut out: RowsMut<'_, Vec<f32>>,
+    ) -> Result<()> {
+        for r in 0..rows {
+            let w = widen(slice(weight, r * cols, cols)?);
+            for t in 0..tokens {
+                let y = plain::dot(&w, x.row(t, cols)?);
+                let out = &mut out.row(t, rows)?[r];
+                *out = if add { *out + y } else { y };
+            }
+        }
+        Ok(())
+    }
+
+    fn silu_mul(
+        &self,
+        gate: Rows<'_, Vec<f32>>,
+        up: Rows<'_, Vec<f32>>,
+        cols: usize,
+        tokens: usize,
+        mut out: RowsMut<'_, Vec<f32>>,
+    ) -> Result<()> {
+        for t in 0..tokens {
+            let (g, u) = (gate.row(t, cols)?, up.row(t, cols)?);
+            for (k, y) in out.row(t, cols)?.iter_mut().enumerate() {
+                *y = arith::silu(g[k]) * u[k];
+            }
+        }
+        Ok(())
+    }
+
+    fn rope(
+        &self,
+        x: Rows<'_, Vec<f32>>,
+        x_head: usize,
+        heads: usize,
+        rope: usize,
+        pass: usize,
+        inv_freq: &Vec<f32>,
+        first: usize,
+        tokens: usize,
+        out: RowsMut<'_, Vec<f32>>,
+        out_head: usize,
+    ) -> Result<()> {
+        let inv_freq = slice(inv_freq, 0, rope / 2)?;
+        for t in 0..tokens {
+            for h in 0..heads {
+                let x = slice(x.buf, x.offset + t * x.stride + h * x_head, rope + pass)?;
+                let at = out.offset + t * out.stride + h * out_head;
+                let y = slice_mut(out.buf, at, rope + pass)?;
+                for (i, f) in inv_freq.iter().enumerate() {
+                    let (sin, cos) = arith::sin_cos((first + t) as f32 * f);
+                    (y[i], y[rope / 2 + i]) = arith::rotate(x[2 * i], x[2 * i + 1], sin, cos);
+                }
+                y[rope..].copy_from_slice(&x[rope..]);
+            }
+        }
+        Ok(())
+    }
+
+    fn absorb_query(
+        &self,
+        q: Rows<'_, Vec<f32>>,
+        kv_b: &Vec<u16>,
+        mla: &Mla,
+        tokens: usize,
+        mut out: RowsMut<'_, Vec<f32>>,
+    ) -> Result<()> {
+        let (q_head, out_head) = (mla.nope + mla.rope, mla.latent + mla.rope);
+        for h in 0..mla.heads {
+            let first_row = h * (mla.nope + mla.value);
+            let keys = widen(slice(kv_b, first_row * mla.latent, mla.nope * mla.latent)?);
+            for t in 0..tokens {
+                let q = &q.row(t, mla.heads * q_head)?[h * q_head..];
+                let y = &mut out.row(t, mla.heads * out_head)?[h * out_head..];
+                for c in 0..mla.latent {
+                    let mut acc = 0.0;
+                    for j in 0..mla.nope {
+                        acc = arith::fma(q[j], keys[j * mla.latent + c], acc);
+                    }
+                    y[c] = acc;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn attention(
+        &self,
+        q: Rows<'_, Vec<f32>>,
+        cache: &Vec<f32>,
+        attend: Attend<'_, Vec<u32>>,
+        mla: &Mla,
+        first: usize,
+        tokens: usize,
+        mut out: RowsMut<'_, Vec<f32>>,
+    ) -> Result<()> {
+        let width = mla.latent + mla.rope;
+        for t in 0..tokens {
+            let seen = first + t + 1;
+            let positions: Vec<usize> = match &attend {
+                Attend::Causal => (0..seen).collect(),
+                Attend::Listed { lists, top_k } => slice(lists, t * top_k, seen.min(*top_k))?
+                    .iter()
+                    .map(|p| *p as usize)
+                    .collect(),
+            };
+            let queries = q.row(t, mla.heads * width)?;
+            for h in 0..mla.heads {
+                let q = &queries[h * width..(h + 1) * width];
+                // Maximum, sum of exponentials and weighted sum of rows, over the chunks so far.
+                let mut state: Option<(f32, f32, Vec<f32>)> = None;
+                for chunk in positions.chunks(arith::ATTENTION_CHUNK) {
+                    let rows = chunk
+                        .iter()
+                        .map(|p| slice(cache, p * width, width))
+                        .collect::<Result<Vec<_>>>()?;
+                    let scores: Vec<f32> = rows
+                        .iter()
+                        .map(|row| mla.scaling * plain::dot(q, row))
+                        .collect();
+                    let m = scores[1..].iter().fold(scores[0], |m, s| arith::max(m, *s));
+                    let p: Vec<f32> = scores.iter().map(|s| arith::exp(s - m)).collect();
+                    let l = plain::sum(&p);
+                    let mut o = vec![0.0; mla.latent];
+                    for (p, row) in p.iter().zip(&rows) {
+                        for c in 0..mla.latent {
+                            o[c] = arith::fma(*p, row[c], o[c]);
+                        }
+                    }
+                    state = Some(match state {
+                        None => (m, l, o),
+                        Some((m_old, l_old, o_old)) => {
+                            let f = arith::merge(m_old, m);
+                            let o = o_old
+                                .iter()
+                                .zip(&o)
+                                .map(|(old, new)| arith::fma(*old, f.old, new * f.new))
+                                .collect();
+                            (f.m, arith::fma(l_old, f.old, l * f.new), o)
+                        }
+                    });
+                }
+                let (_, l, o) = state.expect("a token attends to itself at least");
+                let y = &mut out.row(t, mla.heads * mla.latent)?[h * mla.latent..];
+                for c in 0..mla.latent {
+                    y[c] = o[c] / l;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn expand_value(
+        &self,
+        x: Rows<'_, Vec<f32>>,
+        kv_b: &Vec<u16>,
+        mla: &Mla,
+        tokens: usize,
+        mut out: RowsMut<'_, Vec<f32>>,
+    ) -> Result<()> {
+        for h in 0..mla.heads {
+            for j in 0..mla.value {
+                let row = h * (mla.nope + mla.value) + mla.nope + j;
+                let w = widen(slice(kv_b, row * mla.latent, mla.latent)?);
+                for t in 0..tokens {
+                    let x = x.row(t, mla.heads * mla.latent)?;
+                    out.row(t, mla.heads * mla.value)?[h * mla.value + j] =
+                        plain::dot(&w, &x[h * mla.latent..(h + 1) * mla.latent]);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn index(
+        &self,
+        q: Rows<'_, Vec<f32>>,
+        keys: &Vec<f32>,
+        weights: Rows<'_, Vec<f32>>,
+        index: &Index,
+        first: usize,
+        tokens: usize,
+        lists: &mut Vec<u32>,
+    ) -> Result<()> {
+        for t in 0..tokens {
+            let q = q.row(t, index.heads * index.dim)?;
+            let w = weights.row(t, index.heads)?;
+            let mut scores = Vec::new();
+            for p in 0..first + t + 1 {
+                let key = slice(keys, p * index.dim, index.dim)?;
+                let mut acc = 0.0;
+                for h in 0..index.heads {
+                    let dot = plain::dot(&q[h * index.dim..(h + 1) * index.dim], key);
+                    acc = arith::fma(
+                        w[h] * index.weight_factor(),
+                        arith::max(dot * index.dot_factor(), 0.0),
+                        acc,
+                    );
+                }
+                scores.push(acc);
+            }
+            let best = top(&scores, index.top_k);
+            let list = slice_mut(lists, t * index.top_k, best.len())?;
+            for (to, p) in list.iter_mut().zip(best) {
+                *to = p as u32;
+            }
+        }
+        Ok(())
+    }
+
+    fn route(
+        &self,
+        logits: Rows<'_, Vec<f32>>,
+        bias: &Vec<f32>,
+        router: &Router,
+        tokens: usize,
+        ids: &mut Vec<u32>,
+        weights: &mut Vec<f32>,
+    ) -> Result<()> {
+        let n = router.experts;
+        let bias = slice(bias, 0, n)?;
+        for t in 0..tokens {
+            let s: Vec<f32> = logits
+                .row(t, n)?
+                .iter()
+                .map(|x| arith::sigmoid(*x))
+                .collect();
+            let mut choice: Vec<f32> = s.iter().zip(bias).map(|(s, b)| s + b).collect();
+            if router.groups > 1 {
+                let size = n / router.groups;
+                let sums: Vec<f32> = choice
+                    .chunks(size)
+                    .map(|group| {
+                        let mut sorted = group.to_vec();
+                        sorted.sort_by_key(|c| std::cmp::Reverse(arith::order_key(*c)));
+                        sorted[0] + sorted[1]
+                    })
+                    .collect();
+                let kept = top(&sums, router.top_groups);
+                for (e, c) in choice.iter_mut().enumerate() {
+                    if !kept.contains(&(e / size)) {
+                        *c = f32::NEG_INFINITY;
+                    }
+                }
+            }
+            let chosen = top(&choice, router.top_k);
+            let mut sum = 0.0;
+            for e in &chosen {
+                sum += s[*e];
+            }
+            let k = router.top_k;
+            let ids = slice_mut(ids, t * k, k)?;
+            let weights = slice_mut(weights, t * k, k)?;
+            for (i, e) in chosen.into_iter().enumerate() {
+                let w = if router.normalise {
+                    s[e] / (sum + 1e-20)
+                } else {
+                    s[e]
+                };
+                ids[i] = e as u32;
+                weights[i] = w * router.scaling;
+            }
+        }
+        Ok(())
+    }
+
+    fn experts(
+        &self,
+        experts: &Experts,
+        x: Rows<'_, Vec<f32>>,
+        ids: &Vec<u32>,
+        weights: &Vec<f32>,
+        top_k: usize,
+        tokens: usize,
+        mut out: RowsMut<'_, Vec<f32>>,
+    ) -> Result<()> {
+        let shape = &experts.shape;
+        for t in 0..tokens {
+            let x = x.row(t, shape.hidden)?;
+            let mut acc = vec![0.0; shape.hidden];
+            for i in t * top_k..(t + 1) * top_k {
+                let id = slice(ids, i, 1)?[0] as usize;
+                let weight = slice(weights, i, 1)?[0];
+                let expert = experts.matrices.get(id).ok_or(ReferenceError::Id {
+                    what: "expert",
+                    id,
+                    have: experts.matrices.len(),
+                })?;
+                let multiply = |kind: MatrixKind, x: &[f32]| {
+                    let (rows, cols) = shape.dims(kind);
+                    matvec(&expert[kind as usize], rows, cols, shape.scales, x)
+                };
+                let gate = multiply(MatrixKind::Gate, x);
+                let up = multiply(MatrixKind::Up, x);
+                let h: Vec<f32> = gate
+                    .iter()
+                    .zip(&up)
+                    .map(|(g, u)| arith::silu(*g) * u)
+                    .collect();
+                for (a, y) in acc.iter_mut().zip(multiply(MatrixKind::Down, &h)) {
+                    *a = arith::fma(weight, y, *a);
+                }
+            }
+            out.row(t, shape.hidden)?.copy_from_slice(&acc);
+        }
+        Ok(())
+    }
+
+    fn add(
+        &self,
+        x: Rows<'_, Vec<f32>>,
+        cols: usize,
+        tokens: usize,
+        mut out: RowsMut<'_, Vec<f32>>,
+    ) -> Result<()> {
+        for t in 0..tokens {
+            let x = x.row(t, cols)?;
+            for (o, x) in out.row(t, cols)?.iter_mut().zip(x) {
+                *o += x;
+            }
+        }
+        Ok(())
+    }
+}
+
+impl LoadExperts for Reference {
+    fn load_experts(
+        &self,
+        layer: LayerExperts<'_>,
+        shape: ExpertShape,
+        _form: Form,
+    ) -> Result<Experts> {
+        let LayerExperts::Raw(raw) = layer;
+        for cols in [shape.hidden, shape.intermediate] {
+            Folds::new(cols).ok_or(ReferenceError::Columns(cols))?;
+        }
+        let mut matrices = Vec::with_capacity(raw.len());
+        for (e, expert) in raw.into_iter().enumerate() {
+            for kind in MatrixKind::ALL {
+                let (rows, cols) = shape.dims(kind);
+                let m = &expert[kind as usize];
+                let (want_packed, want_scales) = (rows * cols / 2, shape.scales.count(rows, cols));
+                if m.packed.len() != want_packed || m.scales.len() != want_scales {
+                    return Err(ReferenceError::Matrix {
+                        expert: e,
+                        matrix: kind.name(),
+                        packed: m.packed.len(),
+                        scales: m.scales.len(),
+                        want_packed,
+                        want_scales,
+                    });
+                }
+            }
+            matrices.push(expert.map(|m| RawMatrix {
+                packed: m.packed.into_owned().into(),
+                scales: m.scales.into_owned().into(),
+            }));
+        }
+        Ok(Experts { shape, matrices })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::{rows, rows_mut};
+    use super::*;
+
+    #[test]
+    fn rope_turns_pairs_and_separates_their_members() {
+        let x = vec![1.0, 2.0, 3.0, 4.0, 9.0];
+        let mut y = vec![0.0; 5];
+        let inv_freq = vec![1.0, 0.5];
+        Reference
+            .rope(
+                rows(&x, 5),
+                5,
+                1,
+                4,
+                1,
+                &inv_freq,
+                2,
+                1,
+                rows_mut(&mut y, 5),
+                5,
+            )
+            .unwrap();
+        let turn = |a: f64, b: f64, angle: f64| {
+            let (s, c) = angle.sin_cos();
+            (a * c - b * s, b * c + a * s)
+        };
+        let (a0, b0) = turn(1.0, 2.0, 2.0);
+        let (a1, b1) = turn(3.0, 4.0, 1.0);
+        for (got, want) in y.iter().zip([a0, a1, b0, b1, 9.0]) {
+            // f32 rounding of numbers below 8.
+            assert!((*got as f64 - want).abs() < 1e-6, "{got} {want}");
+        }
+    }
+
+    #[test]
+    fn equal_scores_go_to_the_lowest() {
+        assert_eq!(top(&[1.0, 3.0, 3.0, 3.0], 2), [1, 2]);
+        assert_eq!(top(&[-0.0, 0.0, -1.0], 1), [0]);
+        assert_eq!(top(&[0.5], 4), [0]);
+    }
+
+    #[test]
+    fn router_keeps_the_best_groups() {
+        let router = Router {
+            experts: 6,
+            top_k: 2,
+            groups: 3,
+            top_groups: 1,
+            normalise: true,
+            scaling: 2.0,
+        };
+        // The best expert is alone in its group; group 2 has the best pair.
+        let logits = vec![3.0, -9.0, 0.0, 0.0, 1.0, 2.0];
+        let (mut ids, mut weights) = (vec![0; 2], vec![0.0; 2]);
+        Reference
+            .route(
+                rows(&logits, 6),
+                &vec![0.0; 6],
+                &router,
+                1,
+                &mut ids,
+                &mut weights,
+            )
+            .unwrap();
+        assert_eq!(ids, [4, 5]);
+        let s = |x: f64| 1.0 / (1.0 + (-x).exp());
+        let want = 2.0 * s(1.0) / (s(1.0) + s(2.0));
+        assert!((weights[0] as f64 - want).abs() < 1e-6);
+        assert!((weights[0] + weights[1] - 2.0).abs() < 1e-6);
+    }
+
+    #[test]
+    fn attention_is_softmax_over_chunks() {
+        let mla = Mla {
+            heads: 1,
+            nope: 1,
+            rope: 2,
+            value: 1,
+            latent: 2,
+            scaling: 0.5,
+        };
+        let n = 150;
+        let cache: Vec<f32> = (0..n * 4)
+            .map(|i| ((i * 37 % 101) as f32 - 50.0) / 25.0)
+            .collect();
+        let q = vec![0.3, -1.2, 0.7, 2.0];
+        let mut out = vec![0.0; 2];
+        Reference
+            .attention(
+                rows(&q, 4),
+                &cache,
+                Attend::Causal,
+                &mla,
+                n - 1,
+                1,
+                rows_mut(&mut out, 2),
+            )
+            .unwrap();
+        let score = |p: usize| {
+            0.5 * (0..4)
+                .map(|k| q[k] as f64 * cache[4 * p + k] as f64)
+                .sum::<f64>()
+        };
+        let l: f64 = (0..n).map(|p| score(p).exp()).sum();
+        for c in 0..2 {
+            let want = (0..n)
+                .map(|p| score(p).exp() * cache[4 * p + c] as f64)
+                .sum::<f64>()
+                / l;
+            // 150 f32 terms of magnitude up to 2.
+            assert!((out[c] as f64 - want).abs() < 1e-5, "{} {want}", out[c]);
+        }
+        let lists: Vec<u32> = (0..n as u32).collect();
+        let mut listed = vec![0.0; 2];
+        Reference
+            .attention(
+                rows(&q, 4),
+                &cache,
+                Attend::Listed {
+                    lists: &lists,
+                    top_k: n,
+                },
+                &mla,
+                n - 1,
+                1,
+                rows_mut(&mut listed, 2),
+            )
+            .unwrap();
+        assert_eq!(out, listed);
+    }
+
+    #[test]
+    fn experts_of_both_scale_kinds_compute_the_ffn() {
+        for scales in [ScaleKind::Row, ScaleKind::G64] {
+            let shape = ExpertShape {
+                hidden: 192,
+                intermediate: 128,
+                scales,
+            };
+            let matrix = |kind: MatrixKind, e: usize| {
+                let (r, c) = shape.dims(kind);
+                RawMatrix {
+                    packed: (0..r * c / 2)
+                        .map(|i| (i * 193 + e * 11 + kind as usize * 5) as u8)
+                        .collect::<Vec<_>>()
+                        .into(),
+                    scales: (0..scales.count(r, c))
+                        .map(|i| 0.01 + 0.001 * (i % 7) as f32)
+                        .collect::<Vec<_>>()
+                        .into(),
+                }
+            };
+            let raw: Vec<_> = (0..2)
+                .map(|e| MatrixKind::ALL.map(|k| matrix(k, e)))
+                .collect();
+            let x: Vec<f32> = (0..192)
+                .map(|i| ((i * 29 % 64) as f32 - 31.0) / 64.0)
+                .collect();
+            let dense = |m: &RawMatrix, r: usize, c: usize, x: &[f64]| -> Vec<f64> {
+                (0..r)
+                    .map(|i| {
+                        (0..c)
+                            .map(|k| {
+                                let at = i * c + k;
+                                let q = (m.packed[at / 2] >> (4 * (at % 2)) & 15) as f64 - 8.0;
+                                let s = match scales {
+                                    ScaleKind::Row => m.scales[i],
+                                    ScaleKind::G64 => m.scales[at / 64],
+                                };
+                                q * s as f64 * x[k]
+                            })
+                            .sum()
+                    })
+                    .collect()
+            };
+            let mut want = vec![0.0; 192];
+            for (e, w) in raw.iter().zip([0.25, 1.5]) {
+                let x: Vec<f64> = x.iter().map(|x| *x as f64).collect();
+                let (g, u) = (dense(&e[0], 128, 192, &x), dense(&e[1], 128, 192, &x));
+                let h: Vec<f64> = g
+                    .iter()
+                    .zip(&u)
+                    .map(|(g, u)| g / (1.0 + (-g).exp()) * u)
+                    .collect();
+                for (want, y) in want.iter_mut().zip(dense(&e[2], 192, 128, &h)) {
+                    *want += w * y;
+                }
+            }
+            let experts = Reference
+                .load_experts(LayerExperts::Raw(raw), shape, Form::Fused)
+                .unwrap();
+            let mut out = vec![0.0; 192];
+            Reference
+                .experts(
+                    &experts,
+                    rows(&x, 192),
+                    &vec![0, 1],
+                    &vec![0.25, 1.5],
+                    2,
+                    1,
+                    rows_mut(&mut out, 192),
+                )
+                .unwrap();
+            let norm = want.iter().map(|w| w * w).sum::<f64>().sqrt();
+            let err: f64 = out
+                .iter()
+                .zip(&want)
+                .map(|(o, w)| (*o as f64 - w).powi(2))
+                .sum::<f64>()
+                .sqrt();
+            // Activations are rounded to 1/32512 of the largest, twice.
+            assert!(err < 1e-4 * norm, "{scales:?}: {err} of {norm}");
+        }
+    }
+}
