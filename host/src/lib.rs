@@ -3,3 +3,4 @@
 pub mod backend;
 pub mod codec;
 pub mod expert;
+pub mod simd;
