@@ -2,7 +2,7 @@
 //! that algorithms need from them.
 //!
 //! One algorithm, several arms, in memchr's manner: an algorithm is an `#[inline(always)]` function
-//! over [`Simd`]; [`arms!`](crate::arms) wraps it once for each arm in a function with that arm's
+//! over `Simd`; `arms!` wraps it once for each arm in a function with that arm's
 //! `#[target_feature]`s, into which everything is inlined, and chooses by a [`Level`].
 
 use std::fmt;
@@ -141,7 +141,6 @@ impl Level {
 ///
 /// The body is an `unsafe fn` whose only obligation beyond those of its wrapper's documentation is
 /// that the processor has the arm; the level vouches for it.
-#[macro_export]
 macro_rules! arms {
     ($($(#[$doc:meta])* $vis:vis fn $name:ident($($arg:ident: $ty:ty),* $(,)?) $(-> $ret:ty)? = $body:ident;)*) => {$(
         $(#[$doc])*
@@ -173,21 +172,23 @@ macro_rules! arms {
     )*};
 }
 
+pub(crate) use arms;
+
 /// Bytes of activations for one step of 128 columns; see [`Simd::int4`].
-pub const STEP_BYTES: usize = 256;
+pub(crate) const STEP_BYTES: usize = 256;
 
 /// Columns of a step.
-pub const STEP_COLS: usize = 128;
+pub(crate) const STEP_COLS: usize = 128;
 
 /// Rows that [`Simd::int4`] takes at once.
-pub const INT4_ROWS: usize = 4;
+pub(crate) const INT4_ROWS: usize = 4;
 
 /// What algorithms need from an arm.
 ///
 /// # Safety
 /// Every function needs the processor to have the arm. Pointers must be valid for the vector, or
 /// the extent that the function names; no alignment is needed.
-pub trait Simd: Copy {
+pub(crate) trait Simd: Copy {
     /// A vector of f32.
     type V: Copy;
     /// Its length: 8 or 16.
@@ -207,8 +208,6 @@ pub trait Simd: Copy {
     unsafe fn fma(a: Self::V, b: Self::V, c: Self::V) -> Self::V;
     /// `a + b`.
     unsafe fn add(a: Self::V, b: Self::V) -> Self::V;
-    /// `a * b`.
-    unsafe fn mul(a: Self::V, b: Self::V) -> Self::V;
 
     /// [`gpu::arith::reduce`].
     unsafe fn reduce(p: &[f32; 256]) -> f32;
@@ -242,7 +241,7 @@ pub trait Simd: Copy {
 }
 
 /// What a dense vector may consist of.
-pub trait Element: Copy + Send + Sync + 'static {
+pub(crate) trait Element: Copy + Send + Sync + 'static {
     /// The number as f32.
     fn widen(self) -> f32;
     /// `S::W` of them as f32.
@@ -316,7 +315,7 @@ unsafe fn partials<S: Simd, E: Element, const ACC: usize>(
 
 /// No vectors: arrays of 8.
 #[derive(Clone, Copy)]
-pub struct Baseline;
+pub(crate) struct Baseline;
 
 impl Simd for Baseline {
     type V = [f32; 8];
@@ -352,10 +351,6 @@ impl Simd for Baseline {
     #[inline(always)]
     unsafe fn add(a: [f32; 8], b: [f32; 8]) -> [f32; 8] {
         std::array::from_fn(|i| a[i] + b[i])
-    }
-    #[inline(always)]
-    unsafe fn mul(a: [f32; 8], b: [f32; 8]) -> [f32; 8] {
-        std::array::from_fn(|i| a[i] * b[i])
     }
     #[inline(always)]
     unsafe fn reduce(p: &[f32; 256]) -> f32 {
@@ -435,4 +430,4 @@ unsafe fn half_step<const T: usize>(
 
 #[cfg(target_arch = "x86_64")]
 #[path = "simd_x86.rs"]
-pub mod x86;
+pub(crate) mod x86;

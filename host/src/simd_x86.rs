@@ -5,11 +5,11 @@ use std::arch::x86_64::*;
 
 /// [`super::Arm::Avx2`]
 #[derive(Clone, Copy)]
-pub struct Avx2;
+pub(crate) struct Avx2;
 
 /// [`super::Arm::Avx512`]
 #[derive(Clone, Copy)]
-pub struct Avx512;
+pub(crate) struct Avx512;
 
 /// [`gpu::arith::reduce`]: two horizontal additions make four octets' pairwise sums, up to the
 /// addition of a register's halves; the butterfly is vertical down to distance 4.
@@ -96,11 +96,6 @@ impl Simd for Avx2 {
     unsafe fn add(a: __m256, b: __m256) -> __m256 {
         // SAFETY: see zero.
         unsafe { _mm256_add_ps(a, b) }
-    }
-    #[inline(always)]
-    unsafe fn mul(a: __m256, b: __m256) -> __m256 {
-        // SAFETY: see zero.
-        unsafe { _mm256_mul_ps(a, b) }
     }
     #[inline(always)]
     unsafe fn reduce(p: &[f32; 256]) -> f32 {
@@ -271,11 +266,6 @@ impl Simd for Avx512 {
         unsafe { _mm512_add_ps(a, b) }
     }
     #[inline(always)]
-    unsafe fn mul(a: __m512, b: __m512) -> __m512 {
-        // SAFETY: see zero.
-        unsafe { _mm512_mul_ps(a, b) }
-    }
-    #[inline(always)]
     unsafe fn reduce(p: &[f32; 256]) -> f32 {
         // SAFETY: see zero.
         unsafe { reduce(p) }
@@ -352,11 +342,7 @@ impl Simd for Avx512 {
             let mut first = 0;
             while first < steps {
                 let mut sums = [[_mm512_setzero_si512(); 8]; T];
-                for i in 0..8 {
-                    let step = first + i;
-                    if step >= steps {
-                        break;
-                    }
+                for step in first..steps.min(first + 8) {
                     _mm_prefetch::<_MM_HINT_T0>(row.wrapping_add(step * 64 + 1024).cast());
                     let w = weights(row, step, cols);
                     let even = _mm512_and_si512(w, nibble);
@@ -368,7 +354,7 @@ impl Simd for Avx512 {
                         let hi = _mm512_dpbusd_epi32(zero, even, plane(0));
                         let hi = _mm512_dpbusd_epi32(hi, odd, plane(2));
                         let lo = _mm512_dpbusd_epi32(_mm512_slli_epi32::<8>(hi), even, plane(1));
-                        sums[t][i] = _mm512_dpbusd_epi32(lo, odd, plane(3));
+                        sums[t][step - first] = _mm512_dpbusd_epi32(lo, odd, plane(3));
                     }
                 }
                 for t in 0..T {

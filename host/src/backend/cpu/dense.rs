@@ -6,9 +6,11 @@
 //! - [`tile`]: vectors hold the same partial sum of `W` rows, taken from a transposed copy of the
 //!   rows ([`transpose`]); the reduction is vertical. It suits several tokens, or heads.
 
-use crate::arms;
+// Elementwise bodies leave vectors to the compiler: their parameter only chooses the features.
+#![allow(clippy::extra_unused_type_parameters)]
+
 use crate::backend::Index;
-use crate::simd::{Element, Simd};
+use crate::simd::{Arm, Element, Level, Simd, arms};
 use gpu::arith::{self, PARTIALS};
 
 /// Tokens (or heads) that [`tile`] takes at once.
@@ -79,23 +81,24 @@ unsafe fn tile<S: Simd, const T: usize>(
                 let mut k = 8 * octet + j;
                 while k < cols {
                     let w = S::load(wt.add(k * S::W));
-                    for t in 0..T {
-                        p[t] = S::fma(S::splat(*xs[t].add(k)), w, p[t]);
+                    for (p, x) in p.iter_mut().zip(xs) {
+                        *p = S::fma(S::splat(*x.add(k)), w, *p);
                     }
                     k += PARTIALS;
                 }
             }
-            for t in 0..T {
+            for (t, v) in v.iter_mut().enumerate() {
                 let a = S::add(S::add(p[0][t], p[1][t]), S::add(p[2][t], p[3][t]));
                 let b = S::add(S::add(p[4][t], p[5][t]), S::add(p[6][t], p[7][t]));
-                v[t] = S::add(a, b);
+                *v = S::add(a, b);
             }
         }
         let mut half = 16;
         while half > 0 {
-            for i in 0..half {
-                for t in 0..T {
-                    v[i][t] = S::add(v[i][t], v[i + half][t]);
+            let (low, high) = v.split_at_mut(half);
+            for (low, high) in low.iter_mut().zip(high) {
+                for (low, high) in low.iter_mut().zip(high) {
+                    *low = S::add(*low, *high);
                 }
             }
             half /= 2;
@@ -397,6 +400,7 @@ impl Attending {
 /// Takes a chunk in. `qs`: queries of `cols` elements, one a head; `keys`: the chunk's rows as
 /// [`gather`] lays them out; only the first `count` of `positions` are attended to.
 #[inline(always)]
+#[allow(clippy::too_many_arguments)]
 unsafe fn attend_body<S: Simd>(
     state: &mut Attending,
     qs: &[&[f32]],
@@ -575,15 +579,15 @@ arms! {
 }
 
 /// Rows of a group that [`gather`] makes: the arm's vector length.
-pub fn width(level: crate::simd::Level) -> usize {
+pub fn width(level: Level) -> usize {
     match level.arm() {
-        crate::simd::Arm::Avx512 => 16,
+        Arm::Avx512 => 16,
         _ => 8,
     }
 }
 
 /// `out[t][r] = dot(w[r], xs[t])` by whichever of the two ways suits the number of tokens.
-pub fn product(level: crate::simd::Level, w: &[u16], cols: usize, xs: &[&[f32]], out: &mut [f32]) {
+pub fn product(level: Level, w: &[u16], cols: usize, xs: &[&[f32]], out: &mut [f32]) {
     /// Tokens from which a transposed copy of the weights pays.
     const TRANSPOSE_FROM: usize = 4;
     if xs.len() >= TRANSPOSE_FROM {

@@ -1,9 +1,10 @@
 //! The routed experts of a layer: storage, and their forward pass.
 
 use super::int4::{self, Activation, Int4};
-use super::{CpuError, dense, for_each};
+use super::{Buf, CpuError, dense, for_each};
 use crate::expert::{ExpertShape, MatrixKind, RawMatrix};
 use crate::simd::Level;
+use gpu::layout::Folds;
 use std::ops::Range;
 
 /// Rows of a raw matrix that one job takes.
@@ -16,8 +17,8 @@ const PARALLEL_FROM: usize = 1 << 19;
 pub struct Experts {
     shape: ExpertShape,
     experts: Vec<[Matrix; 3]>,
-    nibbles: super::Buf<u8>,
-    scales: super::Buf<f32>,
+    nibbles: Buf<u8>,
+    scales: Buf<f32>,
 }
 
 /// Where a matrix is in its layer's buffers.
@@ -27,47 +28,53 @@ struct Matrix {
 }
 
 impl Experts {
-    /// Copies raw experts. Lengths must be those of the shape.
-    pub(super) fn raw(shape: ExpertShape, experts: &[[RawMatrix<'_>; 3]]) -> Self {
-        let mut nibbles =
-            super::Buf::zeroed(experts.iter().flatten().map(|m| m.packed.len()).sum());
-        let mut scales = super::Buf::zeroed(experts.iter().flatten().map(|m| m.scales.len()).sum());
+    /// Copies raw experts.
+    pub(super) fn raw(
+        shape: ExpertShape,
+        experts: &[[RawMatrix<'_>; 3]],
+    ) -> Result<Self, CpuError> {
+        for cols in [shape.hidden, shape.intermediate] {
+            Folds::new(cols).ok_or(CpuError::Columns(cols))?;
+        }
         let (mut n, mut s) = (0, 0);
-        let experts = experts
-            .iter()
-            .map(|expert| {
-                MatrixKind::ALL.map(|kind| {
-                    let m = &expert[kind as usize];
-                    let (rows, cols) = shape.dims(kind);
-                    assert_eq!(
-                        m.packed.len(),
-                        rows * cols / 2,
-                        "nibbles of {}",
-                        kind.name()
-                    );
-                    assert_eq!(
-                        m.scales.len(),
-                        shape.scales.count(rows, cols),
-                        "scales of {}",
-                        kind.name()
-                    );
-                    let at = Matrix {
-                        nibbles: n..n + m.packed.len(),
-                        scales: s..s + m.scales.len(),
-                    };
-                    nibbles[at.nibbles.clone()].copy_from_slice(&m.packed);
-                    scales[at.scales.clone()].copy_from_slice(&m.scales);
-                    (n, s) = (at.nibbles.end, at.scales.end);
-                    at
-                })
-            })
-            .collect();
-        Self {
+        let mut places = Vec::with_capacity(experts.len());
+        for (e, expert) in experts.iter().enumerate() {
+            for kind in MatrixKind::ALL {
+                let (rows, cols) = shape.dims(kind);
+                let m = &expert[kind as usize];
+                let (want_packed, want_scales) = (rows * cols / 2, shape.scales.count(rows, cols));
+                if m.packed.len() != want_packed || m.scales.len() != want_scales {
+                    return Err(CpuError::Matrix {
+                        expert: e,
+                        matrix: kind.name(),
+                        packed: m.packed.len(),
+                        scales: m.scales.len(),
+                        want_packed,
+                        want_scales,
+                    });
+                }
+            }
+            places.push(MatrixKind::ALL.map(|kind| {
+                let m = &expert[kind as usize];
+                let at = Matrix {
+                    nibbles: n..n + m.packed.len(),
+                    scales: s..s + m.scales.len(),
+                };
+                (n, s) = (at.nibbles.end, at.scales.end);
+                at
+            }));
+        }
+        let (mut nibbles, mut scales) = (Buf::zeroed(n), Buf::zeroed(s));
+        for (place, m) in places.iter().flatten().zip(experts.iter().flatten()) {
+            nibbles[place.nibbles.clone()].copy_from_slice(&m.packed);
+            scales[place.scales.clone()].copy_from_slice(&m.scales);
+        }
+        Ok(Self {
             shape,
-            experts,
+            experts: places,
             nibbles,
             scales,
-        }
+        })
     }
 
     /// Geometry.
@@ -269,10 +276,10 @@ pub(super) fn forward(
         outs.into_iter().enumerate().collect(),
         |(t, out): (usize, &mut [f32])| {
             out.fill(0.0);
-            for i in t * top_k..(t + 1) * top_k {
-                let (active, j) = slots.of[i];
-                for (first, y) in products[active][0].slot(j) {
-                    dense::axpy(level, weights[i], y, &mut out[first..first + y.len()]);
+            let these = t * top_k..(t + 1) * top_k;
+            for ((active, j), weight) in slots.of[these.clone()].iter().zip(&weights[these]) {
+                for (first, y) in products[*active][0].slot(*j) {
+                    dense::axpy(level, *weight, y, &mut out[first..first + y.len()]);
                 }
             }
         },

@@ -1,8 +1,10 @@
 //! Expert matrices: quantised activations, and the product of int4 rows with them.
 
-use crate::arms;
+// A quantisation's parameter only chooses the features that it is compiled for.
+#![allow(clippy::extra_unused_type_parameters)]
+
 use crate::expert::ScaleKind;
-use crate::simd::{INT4_ROWS, STEP_BYTES, STEP_COLS, Simd};
+use crate::simd::{INT4_ROWS, STEP_BYTES, STEP_COLS, Simd, arms};
 use gpu::arith::{self, GROUP};
 use gpu::layout::{Folds, MAX_COLS};
 

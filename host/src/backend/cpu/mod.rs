@@ -10,7 +10,8 @@ mod int4;
 
 pub use experts::Experts;
 
-use super::{Attend, Backend, Index, Mla, Router, Rows, RowsMut};
+use super::{Attend, Backend, Index, LayerExperts, LoadExperts, Mla, Router, Rows, RowsMut};
+use crate::expert::{ExpertShape, Form};
 use crate::simd::{Arm, ArmError, Level};
 use bytemuck::{Pod, Zeroable};
 use dense::{Attending, Positions};
@@ -25,6 +26,28 @@ pub enum CpuError {
     /// `ANSATZ_CPU` names an arm that does not exist or that the processor lacks.
     #[error(transparent)]
     Arm(#[from] ArmError),
+    /// A column count that no kernel takes.
+    #[error("experts of {0} columns: expected a multiple of 64 from 64 to 8192")]
+    Columns(usize),
+    /// An expert's matrix does not have the layer's shape.
+    #[error(
+        "expert {expert} {matrix}: {packed} packed bytes and {scales} scales, \
+         expected {want_packed} and {want_scales}"
+    )]
+    Matrix {
+        /// Expert id.
+        expert: usize,
+        /// Its matrix.
+        matrix: &'static str,
+        /// Bytes found.
+        packed: usize,
+        /// Scales found.
+        scales: usize,
+        /// Bytes expected.
+        want_packed: usize,
+        /// Scales expected.
+        want_scales: usize,
+    },
 }
 
 /// The CPU.
@@ -642,6 +665,19 @@ impl Backend for Cpu {
             }
         });
         Ok(())
+    }
+}
+
+impl LoadExperts for Cpu {
+    fn load_experts(
+        &self,
+        layer: LayerExperts<'_>,
+        shape: ExpertShape,
+        _form: Form,
+    ) -> Result<Experts, CpuError> {
+        match layer {
+            LayerExperts::Raw(experts) => Experts::raw(shape, &experts),
+        }
     }
 }
 
