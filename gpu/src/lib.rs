@@ -1,6 +1,7 @@
 //! Ansatz's kernels, and everything both sides of a launch must agree on.
 //!
 //! - [`arith`]: the one arithmetic. Every operator has one result to the bit, whoever computes it.
+//! - [`launch`]: grid, block and shared memory, and the device properties they follow from.
 //! - [`layout`]: how the nibbles of a matrix are dealt to blocks, lanes and lookups.
 //! - [`rans`]: the codec's step functions and constants.
 //!
@@ -13,6 +14,24 @@
     feature(abi_ptx, stdarch_nvptx, asm_experimental_arch)
 )]
 
+pub mod abi;
+pub mod absorb;
+pub mod act;
+pub mod add;
 pub mod arith;
+pub mod attention;
+pub mod combine;
+pub mod dot;
+pub mod embed;
+pub mod group;
+pub mod index;
+pub mod launch;
 pub mod layout;
+pub mod linear;
+pub mod norm;
+pub mod partials;
+pub mod quantise;
 pub mod rans;
+pub mod rope;
+pub mod route;
+pub mod silu;

@@ -1,0 +1,116 @@
+//! Between the expert matrices: gate and up to the quantised input of down.
+//!
+//! Per slot: `g`, `u` from the partial sums of gate and up (`row_scale * (s * dot)`, or `s * sum` of
+//! g64), `h = silu(g) * u`, then `h` quantised as [`crate::quantise`] does.
+//!
+//! 1. One block a slot. `h` is computed once, kept in shared memory and quantised from there.
+
+use bytemuck::{Pod, Zeroable};
+use cuda_std::mem::{Global, GlobalMut, Slice};
+use cuda_std::shared::Shared;
+use cuda_std::{kernel, shared_array, thread};
+
+use crate::abi::MatrixDesc;
+use crate::arith::{abs, silu};
+use crate::partials::{Partials, Scales};
+use crate::quantise::quantise_row;
+
+/// Threads of a block.
+pub const THREADS: u32 = crate::quantise::THREADS;
+
+/// Flag: scales for each 64 columns; partial sums are f32.
+pub const GROUPED: u32 = 1;
+
+/// Arguments. Grid: `[slots, 1, 1]`, 256 threads, dynamic shared memory `4 * rows` bytes.
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
+#[repr(C)]
+pub struct ActArgs {
+    /// [`MatrixDesc`] `[experts * 3]`.
+    pub descs: Slice,
+    /// u32 words `[2, segs, slots, rows]`: partial sums of gate and up.
+    pub partials: Slice,
+    /// u32 `[slots]`.
+    pub slot_token: Slice,
+    /// u32 `[slots]`.
+    pub slot_expert: Slice,
+    /// f32 `[tokens]`: scales of the input.
+    pub x_scales: Slice,
+    /// i16 `[slots, rows]`.
+    pub quantised: Slice,
+    /// f32 `[slots]`.
+    pub scales: Slice,
+    /// i32 `[slots, rows / 64]`.
+    pub sums: Slice,
+    /// Rows of gate and up (`moe_intermediate_size`), a multiple of 64.
+    pub rows: u32,
+    /// Segments of a row of gate and up.
+    pub segs: u32,
+    /// Slots.
+    pub slots: u32,
+    /// [`GROUPED`].
+    pub flags: u32,
+}
+
+/// See the module.
+///
+/// # Safety
+/// The views must be live and as long as [`ActArgs`] says, and so those of the descriptors.
+#[kernel(threads = 256)]
+pub unsafe fn act_quantise(args: ActArgs) {
+    let scratch = shared_array![u32; 8];
+    let slot = thread::block_idx_x();
+    // SAFETY: the caller's: live views, as long as the arguments say.
+    let (h, descs, words, token, expert) = unsafe {
+        (
+            Shared::<f32>::dynamic(0, args.rows),
+            Global::<MatrixDesc>::new(args.descs),
+            Global::<u32>::new(args.partials),
+            Global::<u32>::new(args.slot_token).load(slot),
+            Global::<u32>::new(args.slot_expert).load(slot),
+        )
+    };
+    // SAFETY: the caller's.
+    let outputs = unsafe {
+        (
+            GlobalMut::<u32>::new(args.quantised),
+            GlobalMut::<f32>::new(args.scales),
+            GlobalMut::<i32>::new(args.sums),
+        )
+    };
+    // SAFETY: the caller's.
+    let activation = unsafe { Global::<f32>::new(args.x_scales) }.load(token);
+    let partials = Partials {
+        words,
+        segs: args.segs,
+        slots: args.slots,
+        rows: args.rows,
+    };
+    let (gate, up) = (
+        Scales::of(descs, 3 * expert),
+        Scales::of(descs, 3 * expert + 1),
+    );
+
+    let mut amax = 0.0f32;
+    let mut row = thread::thread_idx_x();
+    while row < args.rows {
+        let (g, u) = if args.flags & GROUPED != 0 {
+            (
+                partials.grouped(0, slot, row, activation),
+                partials.grouped(1, slot, row, activation),
+            )
+        } else {
+            // SAFETY: a scale a row.
+            let (a, b) = unsafe { (gate.get(row), up.get(row)) };
+            (
+                partials.by_row(0, slot, row, a, activation),
+                partials.by_row(1, slot, row, b, activation),
+            )
+        };
+        let v = silu(g) * u;
+        h.store(row, v);
+        amax = if abs(v) > amax { abs(v) } else { amax };
+        row += THREADS;
+    }
+    // The barrier in `quantise_row` stands between these stores and its loads.
+    quantise_row(slot, args.rows, amax, |c| h.load(c), scratch, outputs);
+}

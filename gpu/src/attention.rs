@@ -1,0 +1,261 @@
+//! Multi-head latent attention over cache rows `[c | k_rope]` that all heads share.
+//!
+//! Per token and head: scores `s_i = scaling * dot(q, row_i)` over the listed positions, in chunks
+//! of 64 (`m = max s`, `p_i = exp(s_i - m)`, `l = sum p`, `o[c] = sum p_i row_i[c]` by ascending
+//! `i`), chunks merged in ascending order, `out = o / l`.
+//!
+//! 1. One block takes one chunk of one token for four heads ([`HEADS`]), so that a row that was
+//!    loaded serves four dot products and four sums. Heads past the end repeat the last one and are
+//!    not stored.
+//! 2. Scores: a warp takes a position, by the warp's reduction rule. Softmax: a warp takes a head;
+//!    its 64 probabilities are partial sums 0..64, so that the butterfly's distances 16 and 8 add
+//!    zeros, 4 adds the two halves of the warp's registers, and 2 and 1 are lanes 16 and 8 apart.
+//!    Sum: a thread takes columns.
+//! 3. [`attention_merge`] merges the chunks, a thread a column.
+//!
+//! Chunks past a token's count do nothing; the scratch of their partial results is not read.
+
+use bytemuck::{Pod, Zeroable};
+use cuda_std::mem::{Global, GlobalMut, Slice};
+use cuda_std::shared::Shared;
+use cuda_std::{kernel, shared_array, thread, warp};
+
+use crate::arith::{ATTENTION_CHUNK, exp, fma, max, merge};
+use crate::dot::{STEP, fma8, load8, octet, warp_reduce};
+use crate::unroll;
+
+/// Threads of a block.
+pub const THREADS: u32 = 256;
+
+/// Heads of a block of [`attention_chunk`].
+pub const HEADS: u32 = 4;
+
+const H: usize = HEADS as usize;
+const CHUNK: u32 = ATTENTION_CHUNK as u32;
+
+/// Arguments of [`attention_chunk`] (grid `[chunks, ceil(heads / 4), tokens]`) and of
+/// [`attention_merge`] (grid `[heads, tokens, 1]`); 256 threads.
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
+#[repr(C)]
+pub struct AttentionArgs {
+    /// f32 rows of `q_stride`, head `h` at `h * (latent + rope)`.
+    pub q: Slice,
+    /// f32 `[positions, latent + rope]`.
+    pub cache: Slice,
+    /// u32 rows of `top_k` ascending positions; unused where `top_k` is 0.
+    pub lists: Slice,
+    /// f32 `[tokens, heads, chunks, 2]`: `m` and `l`.
+    pub softmax: Slice,
+    /// f32 `[tokens, heads, chunks, latent]`: `o`.
+    pub partial: Slice,
+    /// f32 rows of `out_stride`, head `h` at `h * latent`.
+    pub out: Slice,
+    /// Elements from token to token of `q`.
+    pub q_stride: u32,
+    /// Elements from token to token of `out`.
+    pub out_stride: u32,
+    /// Positions listed at most; 0: all up to the token's own.
+    pub top_k: u32,
+    /// Position of token 0.
+    pub first: u32,
+    /// Heads.
+    pub heads: u32,
+    /// `kv_lora_rank`.
+    pub latent: u32,
+    /// `qk_rope_head_dim`.
+    pub rope: u32,
+    /// Chunks that the scratch holds for a token and head.
+    pub chunks: u32,
+    /// Factor of the scores.
+    pub scaling: f32,
+    /// Whether rows of `q` and the cache start at multiples of 16 bytes and `latent + rope` is a
+    /// multiple of 8.
+    pub vector: u32,
+}
+
+/// Positions that a token attends to.
+#[inline(always)]
+fn count(args: &AttentionArgs, token: u32) -> u32 {
+    let seen = args.first + token + 1;
+    if args.top_k == 0 {
+        seen
+    } else {
+        seen.min(args.top_k)
+    }
+}
+
+/// Scores of the block's heads, `score[h * 64 + i]`, by warps.
+#[inline(always)]
+fn scores<const V: bool>(
+    args: AttentionArgs,
+    head0: u32,
+    token: u32,
+    n: u32,
+    position: Shared<u32>,
+    score: Shared<f32>,
+) {
+    // SAFETY: the kernel's caller's: live views, as long as the arguments say.
+    let (q, cache) = unsafe { (Global::<f32>::new(args.q), Global::<f32>::new(args.cache)) };
+    let lane = warp::lane_id();
+    let width = args.latent + args.rope;
+    let mut from = [0; H];
+    unroll!(h < H, {
+        let head = (head0 + h as u32).min(args.heads - 1);
+        from[h] = token * args.q_stride + head * width;
+    });
+    let mut i = warp::warp_id();
+    while i < n {
+        let row = cache.at(position.load(i) as u64 * width as u64);
+        let mut p = [[0.0f32; 8]; H];
+        let mut k = 8 * lane;
+        while k < width {
+            let c = load8::<V>(row, 0, k, width);
+            unroll!(h < H, {
+                let x = load8::<V>(q, from[h], k, width);
+                fma8::<V>(&mut p[h], &x, &c, k, width);
+            });
+            k += STEP;
+        }
+        unroll!(h < H, {
+            let dot = warp_reduce(p[h]);
+            if lane == 0 {
+                score.store(h as u32 * CHUNK + i, args.scaling * dot);
+            }
+        });
+        i += THREADS / 32;
+    }
+}
+
+/// Softmax state and weighted sum of one chunk.
+///
+/// # Safety
+/// The views must be live and as long as [`AttentionArgs`] says.
+#[kernel(threads = 256)]
+pub unsafe fn attention_chunk(args: AttentionArgs) {
+    let position = shared_array![u32; 64];
+    let score = shared_array![f32; 256]; // [heads of the block, 64]
+    // SAFETY: the caller's: live views, as long as the arguments say.
+    let (cache, softmax, partial) = unsafe {
+        (
+            Global::<f32>::new(args.cache),
+            GlobalMut::<f32>::new(args.softmax),
+            GlobalMut::<f32>::new(args.partial),
+        )
+    };
+
+    let (chunk, token) = (thread::block_idx_x(), thread::block_idx_z());
+    let head0 = thread::block_idx_y() * HEADS;
+    let t = thread::thread_idx_x();
+    let lane = warp::lane_id();
+    let warp = warp::warp_id();
+    let width = args.latent + args.rope;
+    let listed = count(&args, token);
+    if chunk * CHUNK >= listed {
+        return;
+    }
+    let n = (listed - chunk * CHUNK).min(CHUNK);
+
+    if t < n {
+        let i = chunk * CHUNK + t;
+        let p = if args.top_k == 0 {
+            i
+        } else {
+            // SAFETY: the caller's: there is a list.
+            unsafe { Global::<u32>::new(args.lists) }.load(token * args.top_k + i)
+        };
+        position.store(t, p);
+    }
+    thread::sync_threads();
+
+    if args.vector != 0 {
+        scores::<true>(args, head0, token, n, position, score);
+    } else {
+        scores::<false>(args, head0, token, n, position, score);
+    }
+    thread::sync_threads();
+
+    if warp < HEADS {
+        let at = warp * CHUNK + lane;
+        let (low, high) = (lane < n, lane + 32 < n);
+        let a = score.load(if low { at } else { warp * CHUNK });
+        let b = score.load(if high { at + 32 } else { warp * CHUNK });
+        let mut m = max(a, b);
+        let mut distance = 16;
+        while distance > 0 {
+            m = max(m, warp::shuffle_xor_f32(m, distance));
+            distance /= 2;
+        }
+        let a = if low { exp(a - m) } else { 0.0 };
+        let b = if high { exp(b - m) } else { 0.0 };
+        let l = octet(a) + octet(b);
+        let l = l + warp::shuffle_xor_f32(l, 16);
+        let l = l + warp::shuffle_xor_f32(l, 8);
+        warp::sync_warp();
+        if low {
+            score.store(at, a);
+        }
+        if high {
+            score.store(at + 32, b);
+        }
+        let head = head0 + warp;
+        if lane == 0 && head < args.heads {
+            let to = ((token * args.heads + head) * args.chunks + chunk) * 2;
+            softmax.store(to, m);
+            softmax.store(to + 1, l);
+        }
+    }
+    thread::sync_threads();
+
+    let mut c = t;
+    while c < args.latent {
+        let mut o = [0.0f32; H];
+        for i in 0..n {
+            let v = cache.at(position.load(i) as u64 * width as u64).load(c);
+            unroll!(h < H, {
+                o[h] = fma(score.load(h as u32 * CHUNK + i), v, o[h]);
+            });
+        }
+        unroll!(h < H, {
+            let head = head0 + h as u32;
+            if head < args.heads {
+                let to = (token * args.heads + head) * args.chunks + chunk;
+                partial.at(to as u64 * args.latent as u64).store(c, o[h]);
+            }
+        });
+        c += THREADS;
+    }
+}
+
+/// Merges the chunks of a token and head.
+///
+/// # Safety
+/// The views must be live and as long as [`AttentionArgs`] says.
+#[kernel(threads = 256)]
+pub unsafe fn attention_merge(args: AttentionArgs) {
+    // SAFETY: the caller's: live views, as long as the arguments say.
+    let (softmax, partial, out) = unsafe {
+        (
+            Global::<f32>::new(args.softmax),
+            Global::<f32>::new(args.partial),
+            GlobalMut::<f32>::new(args.out),
+        )
+    };
+    let (head, token) = (thread::block_idx_x(), thread::block_idx_y());
+    let chunks = count(&args, token).div_ceil(CHUNK);
+    let row0 = (token * args.heads + head) * args.chunks;
+    let mut c = thread::thread_idx_x();
+    while c < args.latent {
+        let mut m = softmax.load(2 * row0);
+        let mut l = softmax.load(2 * row0 + 1);
+        let mut o = partial.at(row0 as u64 * args.latent as u64).load(c);
+        for row in row0 + 1..row0 + chunks {
+            let f = merge(m, softmax.load(2 * row));
+            m = f.m;
+            l = fma(l, f.old, softmax.load(2 * row + 1) * f.new);
+            let new = partial.at(row as u64 * args.latent as u64).load(c);
+            o = fma(o, f.old, new * f.new);
+        }
+        out.store(token * args.out_stride + head * args.latent + c, o / l);
+        c += THREADS;
+    }
+}

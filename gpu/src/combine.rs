@@ -1,0 +1,103 @@
+//! The routed experts' weighted sum.
+//!
+//! `out[t][r] = sum over i ascending of fma(weights[t][i], y(slot_of[t][i])[r], acc)` from +0, with
+//! `y` from the partial sums of down (`row_scale * (s * dot)`, or `s * sum` of g64).
+//!
+//! One thread an output; the grid's y is the token.
+
+use bytemuck::{Pod, Zeroable};
+use cuda_std::mem::{Global, GlobalMut, Slice};
+use cuda_std::{kernel, thread};
+
+use crate::abi::MatrixDesc;
+use crate::act::GROUPED;
+use crate::arith::fma;
+use crate::partials::{Partials, Scales};
+
+/// Threads of a block.
+pub const THREADS: u32 = 256;
+
+/// Arguments. Grid: `[ceil(rows / 256), tokens, 1]`, 256 threads.
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
+#[repr(C)]
+pub struct CombineArgs {
+    /// [`MatrixDesc`] `[experts * 3]`.
+    pub descs: Slice,
+    /// u32 words `[1, segs, slots, rows]`: partial sums of down.
+    pub partials: Slice,
+    /// u32 `[slots]`.
+    pub slot_expert: Slice,
+    /// u32 `[tokens, k]`.
+    pub slot_of: Slice,
+    /// f32 `[slots]`: scales of down's input.
+    pub scales: Slice,
+    /// f32 `[tokens, k]`.
+    pub weights: Slice,
+    /// f32 rows of `out_stride`.
+    pub out: Slice,
+    /// Elements from row to row of `out`.
+    pub out_stride: u32,
+    /// Rows of down (`hidden_size`).
+    pub rows: u32,
+    /// Segments of a row of down.
+    pub segs: u32,
+    /// Slots.
+    pub slots: u32,
+    /// Experts of a token.
+    pub k: u32,
+    /// [`GROUPED`].
+    pub flags: u32,
+}
+
+/// See the module.
+///
+/// # Safety
+/// The views must be live and as long as [`CombineArgs`] says, and so those of the descriptors.
+#[kernel(threads = 256)]
+pub unsafe fn combine(args: CombineArgs) {
+    let token = thread::block_idx_y();
+    let row = thread::block_idx_x() * THREADS + thread::thread_idx_x();
+    if row >= args.rows {
+        return;
+    }
+    // SAFETY: the caller's: live views, as long as the arguments say.
+    let (descs, words, slot_expert, slot_of) = unsafe {
+        (
+            Global::<MatrixDesc>::new(args.descs),
+            Global::<u32>::new(args.partials),
+            Global::<u32>::new(args.slot_expert),
+            Global::<u32>::new(args.slot_of),
+        )
+    };
+    // SAFETY: the caller's.
+    let (scales, weights, out) = unsafe {
+        (
+            Global::<f32>::new(args.scales),
+            Global::<f32>::new(args.weights),
+            GlobalMut::<f32>::new(args.out),
+        )
+    };
+    let partials = Partials {
+        words,
+        segs: args.segs,
+        slots: args.slots,
+        rows: args.rows,
+    };
+    let mut acc = 0.0;
+    for i in token * args.k..(token + 1) * args.k {
+        let slot = slot_of.load(i);
+        // An id that is no expert has no slot ([`crate::group`]).
+        if slot < args.slots {
+            let activation = scales.load(slot);
+            let y = if args.flags & GROUPED != 0 {
+                partials.grouped(0, slot, row, activation)
+            } else {
+                let down = Scales::of(descs, 3 * slot_expert.load(slot) + 2);
+                // SAFETY: a scale a row.
+                partials.by_row(0, slot, row, unsafe { down.get(row) }, activation)
+            };
+            acc = fma(weights.load(i), y, acc);
+        }
+    }
+    out.store(token * args.out_stride + row, acc);
+}

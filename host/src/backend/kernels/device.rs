@@ -1,0 +1,223 @@
+//! What runs kernels: memory, launches, events. One stream: whatever is given to a device happens
+//! in the order given.
+
+use cuda_std::emulator::EmulatorError;
+use cuda_std::mem::Slice;
+pub use gpu::launch::{DeviceLimits, Launch};
+
+use super::table::{KernelFn, KernelId};
+
+/// Alignment of every allocation, bytes.
+pub const ALIGNMENT: usize = 256;
+
+/// What goes wrong on a device.
+#[derive(Debug, thiserror::Error)]
+pub enum DeviceError {
+    /// No driver, no device, or a driver that is too old.
+    #[error("no CUDA device: {reason}; {remedy}")]
+    Unavailable {
+        /// What is missing.
+        reason: String,
+        /// What helps.
+        remedy: &'static str,
+    },
+    /// The device cannot run what was asked.
+    #[error("{device} cannot run this: {reason}; {remedy}")]
+    Unsupported {
+        /// The device.
+        device: String,
+        /// What it lacks.
+        reason: String,
+        /// What helps.
+        remedy: &'static str,
+    },
+    /// An allocation that does not fit.
+    #[error(
+        "{device} is out of memory: {requested} bytes asked for, {free} free; free some, choose \
+         `--tier ans` or a shorter context (-c)"
+    )]
+    OutOfMemory {
+        /// The device.
+        device: String,
+        /// Bytes asked for.
+        requested: u64,
+        /// Bytes free at that moment.
+        free: u64,
+    },
+    /// A driver call failed.
+    #[error("{device}: {call} failed: {name} ({code}): {what}; `host doctor` checks the driver")]
+    Driver {
+        /// The device.
+        device: String,
+        /// Driver function, and the kernel where one was launched.
+        call: String,
+        /// `CUresult`.
+        code: u32,
+        /// Its name.
+        name: String,
+        /// Its description.
+        what: String,
+    },
+    /// A launch whose parameters the device cannot take.
+    #[error("kernel {}: {field} is {found}, at most {limit} on {device}", kernel.name())]
+    Launch {
+        /// The device.
+        device: String,
+        /// The kernel.
+        kernel: KernelId,
+        /// Which parameter.
+        field: &'static str,
+        /// Its value.
+        found: u64,
+        /// The device's limit.
+        limit: u64,
+    },
+    /// A copy past the end of a buffer.
+    #[error("{operation} of {len} bytes at {offset} of a device buffer of {size}")]
+    Bounds {
+        /// Upload, download or fill.
+        operation: &'static str,
+        /// First byte.
+        offset: usize,
+        /// Bytes.
+        len: usize,
+        /// Bytes of the buffer.
+        size: usize,
+    },
+    /// The emulator found a fault in a kernel.
+    #[error("emulator: {0}")]
+    Emulator(#[from] EmulatorError),
+}
+
+/// Memory on a device; given back when dropped, in the device's order.
+pub trait DeviceMemory {
+    /// Device address, a multiple of [`ALIGNMENT`].
+    fn address(&self) -> u64;
+    /// Bytes asked for.
+    fn size(&self) -> usize;
+
+    /// The view of `len` elements of `size_of` bytes from element `offset` on that kernels take.
+    fn slice<T>(&self, offset: usize, len: usize) -> Slice {
+        let bytes = size_of::<T>();
+        assert!(
+            offset
+                .checked_add(len)
+                .and_then(|end| end.checked_mul(bytes))
+                .is_some_and(|end| end <= self.size()),
+            "view of {len} elements at {offset} of a device buffer of {} bytes",
+            self.size()
+        );
+        Slice {
+            addr: self.address() + (offset * bytes) as u64,
+            len: len as u64,
+        }
+    }
+}
+
+/// Checks a copy's range.
+pub(super) fn check_range(
+    operation: &'static str,
+    offset: usize,
+    len: usize,
+    size: usize,
+) -> Result<(), DeviceError> {
+    match offset.checked_add(len) {
+        Some(end) if end <= size => Ok(()),
+        _ => Err(DeviceError::Bounds {
+            operation,
+            offset,
+            len,
+            size,
+        }),
+    }
+}
+
+/// Checks a launch against what every device asks for and against `limits`; false where there is
+/// nothing to do.
+pub(super) fn check_launch(
+    device: &str,
+    limits: &DeviceLimits,
+    kernel: KernelId,
+    launch: &Launch,
+) -> Result<bool, DeviceError> {
+    if launch.grid.contains(&0) {
+        return Ok(false);
+    }
+    let info = kernel.info();
+    let threads = if info.threads == 0 {
+        1024
+    } else {
+        info.threads
+    };
+    for (field, found, limit) in [
+        ("grid x", launch.grid[0], i32::MAX as u32),
+        ("grid y", launch.grid[1], 65_535),
+        ("grid z", launch.grid[2], 65_535),
+        ("block", launch.threads, threads),
+        ("shared memory", launch.shared, limits.shared_per_block),
+    ] {
+        if found > limit {
+            return Err(DeviceError::Launch {
+                device: device.into(),
+                kernel,
+                field,
+                found: found.into(),
+                limit: limit.into(),
+            });
+        }
+    }
+    Ok(true)
+}
+
+/// A device that runs the kernels of `gpu`.
+pub trait Device {
+    /// Memory of it.
+    type Memory: DeviceMemory;
+    /// A point in its stream.
+    type Event;
+
+    /// For people: `cuda:0 NVIDIA H200`, `emulator`.
+    fn describe(&self) -> String;
+
+    /// Properties that launch parameters follow from.
+    fn limits(&self) -> &DeviceLimits;
+
+    /// `bytes` bytes with any content, aligned to [`ALIGNMENT`]; from a pool.
+    fn allocate(&self, bytes: usize) -> Result<Self::Memory, DeviceError>;
+
+    /// Sets `bytes` bytes from `offset` on to `value`.
+    fn fill(
+        &self,
+        memory: &Self::Memory,
+        offset: usize,
+        bytes: usize,
+        value: u8,
+    ) -> Result<(), DeviceError>;
+
+    /// Copies `data` to `offset`; `data` may be reused at once.
+    fn upload(&self, memory: &Self::Memory, offset: usize, data: &[u8]) -> Result<(), DeviceError>;
+
+    /// Waits for what was given before, then copies from `offset`.
+    fn download(
+        &self,
+        memory: &Self::Memory,
+        offset: usize,
+        out: &mut [u8],
+    ) -> Result<(), DeviceError>;
+
+    /// Launches a kernel; a grid with a zero does nothing.
+    ///
+    /// # Safety
+    /// Every view in `args` is of live memory of this device, long enough for what the kernel
+    /// documents, and stays live until the launch is done or its memory is dropped in order.
+    unsafe fn launch<K: KernelFn>(&self, launch: Launch, args: K::Args) -> Result<(), DeviceError>;
+
+    /// Marks this point of the stream.
+    fn event(&self) -> Result<Self::Event, DeviceError>;
+
+    /// Seconds between two events; waits for the second.
+    fn elapsed(&self, from: &Self::Event, to: &Self::Event) -> Result<f64, DeviceError>;
+
+    /// Waits for everything given so far.
+    fn synchronize(&self) -> Result<(), DeviceError>;
+}
