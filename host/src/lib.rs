@@ -1,5 +1,7 @@
 //! Ansatz: Mixture-of-Experts inference with the routed experts entropy-coded in memory.
 
+pub mod archive;
 pub mod backend;
 pub mod codec;
 pub mod expert;
+pub mod simd;

@@ -4,6 +4,7 @@
 //! gives the same bits (`gpu::arith`, `docs/determinism.md`), so that tests compare for equality.
 //! Activations are f32, one row a token; dense weights are bf16 bits, row-major `[rows, cols]`.
 
+pub mod cpu;
 pub mod kernels;
 pub mod reference;
 

@@ -162,7 +162,7 @@ fn encode_lane(symbols: &[u16], table: &Table) -> Result<Lane, CodecError> {
             taken[i / 2] += 1;
             state >>= 16;
         }
-        state = (state / frequency << bits) + state % frequency + first;
+        state = ((state / frequency) << bits) + state % frequency + first;
     }
     halves.reverse();
     let words = halves

@@ -1,0 +1,390 @@
+//! The x86-64 arms.
+
+use super::{Element, INT4_ROWS, STEP_BYTES, Simd, partials};
+use std::arch::x86_64::*;
+
+/// [`super::Arm::Avx2`]
+#[derive(Clone, Copy)]
+pub(crate) struct Avx2;
+
+/// [`super::Arm::Avx512`]
+#[derive(Clone, Copy)]
+pub(crate) struct Avx512;
+
+/// [`gpu::arith::reduce`]: two horizontal additions make four octets' pairwise sums, up to the
+/// addition of a register's halves; the butterfly is vertical down to distance 4.
+///
+/// # Safety
+/// Needs AVX.
+#[inline(always)]
+unsafe fn reduce(p: &[f32; 256]) -> f32 {
+    // SAFETY: the caller has AVX; loads stay within p.
+    unsafe {
+        let p = p.as_ptr();
+        // Pairwise sums of octets 4i .. 4i + 4.
+        let four = |i: usize| {
+            let at = |j: usize| _mm256_loadu_ps(p.add(32 * i + 8 * j));
+            let ab = _mm256_hadd_ps(at(0), at(1));
+            let cd = _mm256_hadd_ps(at(2), at(3));
+            let abcd = _mm256_hadd_ps(ab, cd);
+            _mm_add_ps(
+                _mm256_castps256_ps128(abcd),
+                _mm256_extractf128_ps::<1>(abcd),
+            )
+        };
+        let sixteen = |i: usize| _mm_add_ps(four(i), four(i + 4));
+        let eight = |i: usize| _mm_add_ps(sixteen(i), sixteen(i + 2));
+        let v = _mm_add_ps(eight(0), eight(1));
+        let v = _mm_add_ps(v, _mm_movehl_ps(v, v));
+        _mm_cvtss_f32(_mm_add_ss(v, _mm_shuffle_ps::<1>(v, v)))
+    }
+}
+
+/// Adds the 8 numbers of a register, modulo 2^32.
+///
+/// # Safety
+/// Needs AVX2.
+#[inline(always)]
+unsafe fn sum_epi32(v: __m256i) -> i32 {
+    // SAFETY: the caller has AVX2.
+    unsafe {
+        let v = _mm_add_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256::<1>(v));
+        let v = _mm_add_epi32(v, _mm_shuffle_epi32::<0b01_00_11_10>(v));
+        let v = _mm_add_epi32(v, _mm_shuffle_epi32::<0b10_11_00_01>(v));
+        _mm_cvtsi128_si32(v)
+    }
+}
+
+impl Simd for Avx2 {
+    type V = __m256;
+    const W: usize = 8;
+
+    #[inline(always)]
+    unsafe fn zero() -> __m256 {
+        // SAFETY: the caller has AVX2 and FMA; so below.
+        unsafe { _mm256_setzero_ps() }
+    }
+    #[inline(always)]
+    unsafe fn splat(x: f32) -> __m256 {
+        // SAFETY: see zero.
+        unsafe { _mm256_set1_ps(x) }
+    }
+    #[inline(always)]
+    unsafe fn load(p: *const f32) -> __m256 {
+        // SAFETY: see zero; valid for 8 numbers.
+        unsafe { _mm256_loadu_ps(p) }
+    }
+    #[inline(always)]
+    unsafe fn load_bf16(p: *const u16) -> __m256 {
+        // SAFETY: see zero; valid for 8 numbers.
+        unsafe {
+            let x = _mm256_cvtepu16_epi32(_mm_loadu_si128(p.cast()));
+            _mm256_castsi256_ps(_mm256_slli_epi32::<16>(x))
+        }
+    }
+    #[inline(always)]
+    unsafe fn store(p: *mut f32, v: __m256) {
+        // SAFETY: see zero; valid for 8 numbers.
+        unsafe { _mm256_storeu_ps(p, v) }
+    }
+    #[inline(always)]
+    unsafe fn fma(a: __m256, b: __m256, c: __m256) -> __m256 {
+        // SAFETY: see zero.
+        unsafe { _mm256_fmadd_ps(a, b, c) }
+    }
+    #[inline(always)]
+    unsafe fn add(a: __m256, b: __m256) -> __m256 {
+        // SAFETY: see zero.
+        unsafe { _mm256_add_ps(a, b) }
+    }
+    #[inline(always)]
+    unsafe fn reduce(p: &[f32; 256]) -> f32 {
+        // SAFETY: see zero.
+        unsafe { reduce(p) }
+    }
+    #[inline(always)]
+    unsafe fn partials<E: Element>(x: *const f32, w: *const E, n: usize, p: &mut [f32; 256]) {
+        // SAFETY: as the caller.
+        unsafe { partials::<Self, E, 8>(x, w, n, p) }
+    }
+
+    /// Nibbles are at most 15, so two products of `pmaddubsw` and two of its results (even and odd
+    /// columns) stay below 15 * 128 * 4 = 7,680 in 16 bits.
+    #[inline(always)]
+    unsafe fn int4<const T: usize>(
+        rows: [*const u8; INT4_ROWS],
+        acts: [*const i8; T],
+        cols: usize,
+    ) -> [[i32; T]; INT4_ROWS] {
+        // SAFETY: the caller has AVX2; half steps lie within rows and activations.
+        unsafe {
+            let mut acc = [[_mm256_setzero_si256(); T]; INT4_ROWS];
+            for half in 0..cols / 64 {
+                for (row, acc) in rows.iter().zip(&mut acc) {
+                    _mm_prefetch::<_MM_HINT_T0>(row.wrapping_add(half * 32 + 1024).cast());
+                    let dots = half_step(*row, &acts, half);
+                    for (acc, dot) in acc.iter_mut().zip(dots) {
+                        *acc = _mm256_add_epi32(*acc, dot);
+                    }
+                }
+            }
+            acc.map(|acc| acc.map(|v| sum_epi32(v)))
+        }
+    }
+    #[inline(always)]
+    unsafe fn int4_groups<const T: usize>(
+        row: *const u8,
+        acts: [*const i8; T],
+        cols: usize,
+        out: [*mut i32; T],
+    ) {
+        // SAFETY: as above; out takes a number for each 64 columns, rounded up to 16.
+        unsafe {
+            let zero = [_mm256_setzero_si256(); T];
+            let halves = cols / 64;
+            let mut half = 0;
+            while half < halves {
+                let at = |i: usize| {
+                    if half + i < halves {
+                        _mm_prefetch::<_MM_HINT_T0>(
+                            row.wrapping_add((half + i) * 32 + 1024).cast(),
+                        );
+                        half_step(row, &acts, half + i)
+                    } else {
+                        zero
+                    }
+                };
+                let (a, b, c, d) = (at(0), at(1), at(2), at(3));
+                for t in 0..T {
+                    let ab = _mm256_hadd_epi32(a[t], b[t]);
+                    let cd = _mm256_hadd_epi32(c[t], d[t]);
+                    let abcd = _mm256_hadd_epi32(ab, cd);
+                    let sums = _mm_add_epi32(
+                        _mm256_castsi256_si128(abcd),
+                        _mm256_extracti128_si256::<1>(abcd),
+                    );
+                    _mm_storeu_si128(out[t].add(half).cast(), sums);
+                }
+                half += 4;
+            }
+        }
+    }
+}
+
+/// Eight int32 sums whose total is the dot product of columns `64 * half ..`.
+///
+/// # Safety
+/// Needs AVX2; the row has 32 bytes there, the activations a step.
+#[inline(always)]
+unsafe fn half_step<const T: usize>(
+    row: *const u8,
+    acts: &[*const i8; T],
+    half: usize,
+) -> [__m256i; T] {
+    // SAFETY: as the caller.
+    unsafe {
+        let nibble = _mm256_set1_epi8(15);
+        let ones = _mm256_set1_epi16(1);
+        let w = _mm256_loadu_si256(row.add(half * 32).cast());
+        let even = _mm256_and_si256(w, nibble);
+        let odd = _mm256_and_si256(_mm256_srli_epi16::<4>(w), nibble);
+        acts.map(|act| {
+            let act = act.add(half / 2 * STEP_BYTES + half % 2 * 32);
+            let plane = |i: usize| _mm256_loadu_si256(act.add(i * 64).cast());
+            let hi = _mm256_add_epi16(
+                _mm256_maddubs_epi16(even, plane(0)),
+                _mm256_maddubs_epi16(odd, plane(2)),
+            );
+            let lo = _mm256_add_epi16(
+                _mm256_maddubs_epi16(even, plane(1)),
+                _mm256_maddubs_epi16(odd, plane(3)),
+            );
+            let hi = _mm256_madd_epi16(hi, ones);
+            let lo = _mm256_madd_epi16(lo, ones);
+            _mm256_add_epi32(_mm256_slli_epi32::<8>(hi), lo)
+        })
+    }
+}
+
+/// 64 bytes of a row from column `128 * step` on; zeros past its end.
+///
+/// # Safety
+/// Needs AVX-512 BW; the row has `cols / 2` bytes and starts a step there.
+#[inline(always)]
+unsafe fn weights(row: *const u8, step: usize, cols: usize) -> __m512i {
+    // SAFETY: as the caller; the masked load reads the row's last 32 bytes only.
+    unsafe {
+        let p = row.add(step * 64);
+        if step * 128 + 128 <= cols {
+            _mm512_loadu_si512(p.cast())
+        } else {
+            _mm512_maskz_loadu_epi8(0xffff_ffff, p.cast())
+        }
+    }
+}
+
+impl Simd for Avx512 {
+    type V = __m512;
+    const W: usize = 16;
+
+    #[inline(always)]
+    unsafe fn zero() -> __m512 {
+        // SAFETY: the caller has the arm; so below.
+        unsafe { _mm512_setzero_ps() }
+    }
+    #[inline(always)]
+    unsafe fn splat(x: f32) -> __m512 {
+        // SAFETY: see zero.
+        unsafe { _mm512_set1_ps(x) }
+    }
+    #[inline(always)]
+    unsafe fn load(p: *const f32) -> __m512 {
+        // SAFETY: see zero; valid for 16 numbers.
+        unsafe { _mm512_loadu_ps(p) }
+    }
+    #[inline(always)]
+    unsafe fn load_bf16(p: *const u16) -> __m512 {
+        // SAFETY: see zero; valid for 16 numbers.
+        unsafe {
+            let x = _mm512_cvtepu16_epi32(_mm256_loadu_si256(p.cast()));
+            _mm512_castsi512_ps(_mm512_slli_epi32::<16>(x))
+        }
+    }
+    #[inline(always)]
+    unsafe fn store(p: *mut f32, v: __m512) {
+        // SAFETY: see zero; valid for 16 numbers.
+        unsafe { _mm512_storeu_ps(p, v) }
+    }
+    #[inline(always)]
+    unsafe fn fma(a: __m512, b: __m512, c: __m512) -> __m512 {
+        // SAFETY: see zero.
+        unsafe { _mm512_fmadd_ps(a, b, c) }
+    }
+    #[inline(always)]
+    unsafe fn add(a: __m512, b: __m512) -> __m512 {
+        // SAFETY: see zero.
+        unsafe { _mm512_add_ps(a, b) }
+    }
+    #[inline(always)]
+    unsafe fn reduce(p: &[f32; 256]) -> f32 {
+        // SAFETY: see zero.
+        unsafe { reduce(p) }
+    }
+    #[inline(always)]
+    unsafe fn partials<E: Element>(x: *const f32, w: *const E, n: usize, p: &mut [f32; 256]) {
+        // SAFETY: as the caller.
+        unsafe { partials::<Self, E, 16>(x, w, n, p) }
+    }
+
+    /// `vpdpbusd` on each plane; the planes meet once, at the end of the row.
+    #[inline(always)]
+    unsafe fn int4<const T: usize>(
+        rows: [*const u8; INT4_ROWS],
+        acts: [*const i8; T],
+        cols: usize,
+    ) -> [[i32; T]; INT4_ROWS] {
+        // SAFETY: the caller has the arm; steps lie within rows and activations.
+        unsafe {
+            let nibble = _mm512_set1_epi8(15);
+            let mut hi = [[_mm512_setzero_si512(); T]; INT4_ROWS];
+            let mut lo = hi;
+            for step in 0..cols.div_ceil(128) {
+                let w = rows.map(|row| {
+                    _mm_prefetch::<_MM_HINT_T0>(row.wrapping_add(step * 64 + 1024).cast());
+                    let w = weights(row, step, cols);
+                    (
+                        _mm512_and_si512(w, nibble),
+                        _mm512_and_si512(_mm512_srli_epi16::<4>(w), nibble),
+                    )
+                });
+                for t in 0..T {
+                    let act = acts[t].add(step * STEP_BYTES);
+                    let plane = |i: usize| _mm512_loadu_si512(act.add(i * 64).cast());
+                    let (even_hi, even_lo, odd_hi, odd_lo) =
+                        (plane(0), plane(1), plane(2), plane(3));
+                    for r in 0..INT4_ROWS {
+                        let (even, odd) = w[r];
+                        hi[r][t] = _mm512_dpbusd_epi32(hi[r][t], even, even_hi);
+                        lo[r][t] = _mm512_dpbusd_epi32(lo[r][t], even, even_lo);
+                        hi[r][t] = _mm512_dpbusd_epi32(hi[r][t], odd, odd_hi);
+                        lo[r][t] = _mm512_dpbusd_epi32(lo[r][t], odd, odd_lo);
+                    }
+                }
+            }
+            let mut out = [[0; T]; INT4_ROWS];
+            for r in 0..INT4_ROWS {
+                for t in 0..T {
+                    let v = _mm512_add_epi32(_mm512_slli_epi32::<8>(hi[r][t]), lo[r][t]);
+                    out[r][t] = sum_epi32(_mm256_add_epi32(
+                        _mm512_castsi512_si256(v),
+                        _mm512_extracti64x4_epi64::<1>(v),
+                    ));
+                }
+            }
+            out
+        }
+    }
+
+    /// A step holds two groups, one in each half of the register; eight steps' sums are added
+    /// across by a tree of unpacks.
+    #[inline(always)]
+    unsafe fn int4_groups<const T: usize>(
+        row: *const u8,
+        acts: [*const i8; T],
+        cols: usize,
+        out: [*mut i32; T],
+    ) {
+        // SAFETY: as above; out takes a number for each 64 columns, rounded up to 16.
+        unsafe {
+            let nibble = _mm512_set1_epi8(15);
+            let steps = cols.div_ceil(128);
+            let order = _mm512_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15);
+            let mut first = 0;
+            while first < steps {
+                let mut sums = [[_mm512_setzero_si512(); 8]; T];
+                for step in first..steps.min(first + 8) {
+                    _mm_prefetch::<_MM_HINT_T0>(row.wrapping_add(step * 64 + 1024).cast());
+                    let w = weights(row, step, cols);
+                    let even = _mm512_and_si512(w, nibble);
+                    let odd = _mm512_and_si512(_mm512_srli_epi16::<4>(w), nibble);
+                    for t in 0..T {
+                        let act = acts[t].add(step * STEP_BYTES);
+                        let plane = |i: usize| _mm512_loadu_si512(act.add(i * 64).cast());
+                        let zero = _mm512_setzero_si512();
+                        let hi = _mm512_dpbusd_epi32(zero, even, plane(0));
+                        let hi = _mm512_dpbusd_epi32(hi, odd, plane(2));
+                        let lo = _mm512_dpbusd_epi32(_mm512_slli_epi32::<8>(hi), even, plane(1));
+                        sums[t][step - first] = _mm512_dpbusd_epi32(lo, odd, plane(3));
+                    }
+                }
+                for t in 0..T {
+                    let s = &sums[t];
+                    // Pairs of steps: each 128-bit lane becomes [a a b b].
+                    let two = |a: __m512i, b: __m512i| {
+                        _mm512_add_epi32(_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b))
+                    };
+                    // Lanes [a b a b] of two pairs become [a b c d].
+                    let four = |ab: __m512i, cd: __m512i| {
+                        _mm512_add_epi32(
+                            _mm512_unpacklo_epi64(ab, cd),
+                            _mm512_unpackhi_epi64(ab, cd),
+                        )
+                    };
+                    let x = four(two(s[0], s[1]), two(s[2], s[3]));
+                    let y = four(two(s[4], s[5]), two(s[6], s[7]));
+                    // Lanes 0, 1 hold the first group, 2, 3 the second of each step.
+                    let z = _mm512_add_epi32(
+                        _mm512_shuffle_i64x2::<0b10_00_10_00>(x, y),
+                        _mm512_shuffle_i64x2::<0b11_01_11_01>(x, y),
+                    );
+                    // z: [x first, x second, y first, y second], four steps each.
+                    _mm512_storeu_si512(
+                        out[t].add(first * 2).cast(),
+                        _mm512_permutexvar_epi32(order, z),
+                    );
+                }
+                first += 8;
+            }
+        }
+    }
+}
