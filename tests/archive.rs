@@ -186,10 +186,10 @@ fn a_synthetic_glm_expert_reaches_its_ratio() {
     let source = Memory::gaussian(shape(6144, 2048, ScaleKind::Row), &[3], 1, true);
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("glm.ansx");
-    for symbols in [
-        SymbolChoice::Auto,
-        SymbolChoice::Always(Symbol::Pair),
-        SymbolChoice::Always(Symbol::Triple),
+    // Triples have the larger table and the smaller blocks: faster on GPUs, not smaller.
+    for (symbols, most) in [
+        (SymbolChoice::Auto, 0.745),
+        (SymbolChoice::Always(Symbol::Triple), 0.7475),
     ] {
         let s = pack(&source, &options(symbols, CodecChoice::Auto), &path, |_| ()).unwrap();
         let class = |c: &ClassSummary| {
@@ -206,7 +206,7 @@ fn a_synthetic_glm_expert_reaches_its_ratio() {
             class(&s.gate_up),
             class(&s.down),
         );
-        assert!(s.ratio <= 0.747, "{symbols:?}: {}", s.ratio);
+        assert!(s.ratio <= most, "{symbols:?}: {}", s.ratio);
         verified(&source, &path);
     }
     let archive = Archive::open(&path).unwrap();
