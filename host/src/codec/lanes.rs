@@ -1,4 +1,4 @@
-//! The fast decoder: one algorithm over vectors of 32 lanes.
+//! The vector decoder: one algorithm over vectors of 32 lanes.
 //!
 //! Departures from the plain decoder:
 //! 1. All lanes take a step at once; an arm says how wide its registers are.
@@ -225,48 +225,63 @@ unsafe fn shr_bits<L: Lanes, K: Kind>(x: L::V) -> L::V {
 }
 
 /// Merges the entries of four groups into one word a row.
+///
+/// Helpers are functions and not closures: closures are not inlined into the arms.
 #[inline(always)]
 unsafe fn put<L: Lanes, K: Kind>(stage: &mut Stage, w: usize, g: [(L::V, L::V); 4]) {
     // SAFETY: the caller's promise.
     unsafe {
         match K::SYMBOL {
             Symbol::Pair => {
-                let first = L::splat(0x00ff_00ff);
-                let second = L::splat(0xff00_ff00);
-                let upper = L::splat(0xffff_0000);
-                // Entries hold the nibbles of a byte as bytes 2 and 3.
-                let row = |e: [L::V; 4]| {
-                    let even = L::or(L::shr::<16>(e[0]), L::and(e[2], upper));
-                    let odd = L::or(L::shr::<16>(e[1]), L::and(e[3], upper));
-                    let even = L::or(even, L::shr::<4>(even));
-                    let odd = L::or(odd, L::shr::<4>(odd));
-                    L::or(L::and(even, first), L::and(L::shl::<8>(odd), second))
-                };
-                L::store(row([g[0].0, g[1].0, g[2].0, g[3].0]), &mut stage[0][w]);
-                L::store(row([g[0].1, g[1].1, g[2].1, g[3].1]), &mut stage[1][w]);
+                let first = [g[0].0, g[1].0, g[2].0, g[3].0];
+                let second = [g[0].1, g[1].1, g[2].1, g[3].1];
+                L::store(pair_row::<L>(first), &mut stage[0][w]);
+                L::store(pair_row::<L>(second), &mut stage[1][w]);
             }
             Symbol::Triple => {
+                // Both columns' triples in one word, low nibbles in bits 0..12 and 16..28.
                 let upper = L::splat(0xffff_0000);
-                let nibble = L::splat(0x000f_000f);
-                let below = L::splat(0x0000_ffff);
-                // Both columns' triples in one word, low nibbles 0..12 and 16..28.
-                let u = |g: (L::V, L::V)| L::or(L::shr::<16>(g.0), L::and(g.1, upper));
-                let u = [u(g[0]), u(g[1]), u(g[2]), u(g[3])];
-                let two = |a: L::V, b: L::V| {
-                    let p = L::or(L::and(a, nibble), L::shl::<8>(L::and(b, nibble)));
-                    L::or(p, L::shr::<12>(p))
-                };
-                let row = |u: [L::V; 4]| {
-                    let (a, b) = (two(u[0], u[1]), two(u[2], u[3]));
-                    L::or(L::and(a, below), L::shl::<16>(b))
-                };
-                L::store(row(u), &mut stage[0][w]);
-                let s = |v| L::shr::<4>(v);
-                L::store(row([s(u[0]), s(u[1]), s(u[2]), s(u[3])]), &mut stage[1][w]);
-                let s = |v| L::shr::<8>(v);
-                L::store(row([s(u[0]), s(u[1]), s(u[2]), s(u[3])]), &mut stage[2][w]);
+                let u0 = L::or(L::shr::<16>(g[0].0), L::and(g[0].1, upper));
+                let u1 = L::or(L::shr::<16>(g[1].0), L::and(g[1].1, upper));
+                let u2 = L::or(L::shr::<16>(g[2].0), L::and(g[2].1, upper));
+                let u3 = L::or(L::shr::<16>(g[3].0), L::and(g[3].1, upper));
+                L::store(triple_row::<L>([u0, u1, u2, u3]), &mut stage[0][w]);
+                let (v0, v1) = (L::shr::<4>(u0), L::shr::<4>(u1));
+                let (v2, v3) = (L::shr::<4>(u2), L::shr::<4>(u3));
+                L::store(triple_row::<L>([v0, v1, v2, v3]), &mut stage[1][w]);
+                let (v0, v1) = (L::shr::<8>(u0), L::shr::<8>(u1));
+                let (v2, v3) = (L::shr::<8>(u2), L::shr::<8>(u3));
+                L::store(triple_row::<L>([v0, v1, v2, v3]), &mut stage[2][w]);
             }
         }
+    }
+}
+
+/// Four pairs, nibbles in bytes 2 and 3 of each entry, as four bytes.
+#[inline(always)]
+unsafe fn pair_row<L: Lanes>(e: [L::V; 4]) -> L::V {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let upper = L::splat(0xffff_0000);
+        let even = L::or(L::shr::<16>(e[0]), L::and(e[2], upper));
+        let odd = L::or(L::shr::<16>(e[1]), L::and(e[3], upper));
+        let even = L::or(even, L::shr::<4>(even));
+        let odd = L::or(odd, L::shr::<4>(odd));
+        let even = L::and(even, L::splat(0x00ff_00ff));
+        L::or(even, L::and(L::shl::<8>(odd), L::splat(0xff00_ff00)))
+    }
+}
+
+/// Four times two nibbles, in bits 0..4 and 16..20 of each word, as four bytes.
+#[inline(always)]
+unsafe fn triple_row<L: Lanes>(u: [L::V; 4]) -> L::V {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let nibble = L::splat(0x000f_000f);
+        let a = L::or(L::and(u[0], nibble), L::shl::<8>(L::and(u[1], nibble)));
+        let b = L::or(L::and(u[2], nibble), L::shl::<8>(L::and(u[3], nibble)));
+        let a = L::and(L::or(a, L::shr::<12>(a)), L::splat(0x0000_ffff));
+        L::or(a, L::shl::<16>(L::or(b, L::shr::<12>(b))))
     }
 }
 

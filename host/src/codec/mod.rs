@@ -2,14 +2,14 @@
 //!
 //! Geometry is [`gpu::layout`], the step [`gpu::rans`], the bytes are specified in
 //! `docs/format.md`. Decoders come in several [`Arm`]s that give the same bytes and the same
-//! errors: a plain reference, and one algorithm over vectors of 32 lanes (portable, AVX2, AVX-512).
+//! errors: a plain reference, the same without its branches for any processor, and one algorithm over
+//! vectors of 32 lanes (AVX2, AVX-512).
 //!
 //! Bytes may be hostile: whatever they hold, decoding ends with the output's bytes or a
 //! [`CodecError`]. Most damage shows as a final state other than `M`; checksums of records
 //! ([`crate::archive`]) catch the rest.
 
 mod encode;
-mod lanes;
 mod reference;
 mod scales;
 mod table;
@@ -18,6 +18,8 @@ mod table;
 mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
+#[cfg(target_arch = "x86_64")]
+mod lanes;
 mod portable;
 
 use std::ops::Range;

@@ -1,125 +1,116 @@
-//! Lanes as arrays, for any processor.
+//! The decoder for any processor, in safe Rust: the plain algorithm without its branches.
+//!
+//! Departures from the plain decoder:
+//! 1. Renormalisation and requests select instead of branching: both are unpredictable.
+//! 2. Only `c mod 32` of a counter is kept, 0 or 16.
+//! 3. A group's bytes go to their rows at once; columns are counted, not computed.
 
 use gpu::layout::{LANES, Symbol};
+use gpu::rans::advance;
 
-use super::lanes::{self, Lanes, Pair, Triple, Window};
-use super::{Job, JobError};
+use super::{JOB_BYTES, Job, JobError};
 
-struct Portable;
-
-type Array = [u32; LANES];
-
-#[inline(always)]
-fn map(a: Array, b: Array, f: impl Fn(u32, u32) -> u32) -> Array {
-    let mut out = a;
-    for (o, b) in out.iter_mut().zip(b) {
-        *o = f(*o, b);
-    }
-    out
+/// Bytes of a row group that one group of a lane yields.
+trait Kind {
+    const SYMBOL: Symbol;
+    const HEIGHT: usize = Self::SYMBOL.height();
+    /// Byte of row `r` from both lookups' entries.
+    fn byte(e1: u32, e2: u32, r: usize) -> u8;
 }
 
-// SAFETY: no features needed, and every method is safe for all arguments.
-unsafe impl Lanes for Portable {
-    type V = Array;
-    /// All ones or zeros in each lane.
-    type M = Array;
+struct Pair;
+struct Triple;
 
+impl Kind for Pair {
+    const SYMBOL: Symbol = Symbol::Pair;
     #[inline(always)]
-    unsafe fn load(words: &Window) -> Array {
-        let mut v = [0; LANES];
-        for (v, w) in v.iter_mut().zip(words.as_chunks::<4>().0) {
-            *v = u32::from_le_bytes(*w);
-        }
-        v
+    fn byte(e1: u32, e2: u32, r: usize) -> u8 {
+        let e = if r == 0 { e1 } else { e2 };
+        (e >> 16 | e >> 20) as u8
     }
+}
+
+impl Kind for Triple {
+    const SYMBOL: Symbol = Symbol::Triple;
     #[inline(always)]
-    unsafe fn store(v: Array, words: &mut [u32; LANES]) {
-        *words = v;
-    }
-    #[inline(always)]
-    unsafe fn splat(x: u32) -> Array {
-        [x; LANES]
-    }
-    #[inline(always)]
-    unsafe fn none() -> Array {
-        [0; LANES]
-    }
-    #[inline(always)]
-    unsafe fn lookup(table: &[u32], i: Array) -> Array {
-        let mut v = i;
-        for v in &mut v {
-            *v = table[*v as usize];
-        }
-        v
-    }
-    #[inline(always)]
-    unsafe fn and(a: Array, b: Array) -> Array {
-        map(a, b, |a, b| a & b)
-    }
-    #[inline(always)]
-    unsafe fn or(a: Array, b: Array) -> Array {
-        map(a, b, |a, b| a | b)
-    }
-    #[inline(always)]
-    unsafe fn add(a: Array, b: Array) -> Array {
-        map(a, b, u32::wrapping_add)
-    }
-    #[inline(always)]
-    unsafe fn mul(a: Array, b: Array) -> Array {
-        map(a, b, u32::wrapping_mul)
-    }
-    #[inline(always)]
-    unsafe fn shl<const N: u32>(a: Array) -> Array {
-        map(a, a, |a, _| a << N)
-    }
-    #[inline(always)]
-    unsafe fn shr<const N: u32>(a: Array) -> Array {
-        map(a, a, |a, _| a >> N)
-    }
-    #[inline(always)]
-    unsafe fn less(a: Array, b: Array) -> Array {
-        map(a, b, |a, b| if a < b { u32::MAX } else { 0 })
-    }
-    #[inline(always)]
-    unsafe fn select(m: Array, a: Array, b: Array) -> Array {
-        let mut out = a;
-        for ((o, b), m) in out.iter_mut().zip(b).zip(m) {
-            *o = *o & !m | b & m;
-        }
-        out
-    }
-    #[inline(always)]
-    unsafe fn majority(a: Array, b: Array, c: Array) -> Array {
-        let mut out = a;
-        for ((o, b), c) in out.iter_mut().zip(b).zip(c) {
-            *o = *o & b | *o & c | b & c;
-        }
-        out
-    }
-    #[inline(always)]
-    unsafe fn parity(a: Array, b: Array, c: Array) -> Array {
-        map(map(a, b, |a, b| a ^ b), c, |a, b| a ^ b)
-    }
-    #[inline(always)]
-    unsafe fn expand(m: Array, a: Array, words: &Window) -> (Array, usize) {
-        let mut out = a;
-        let mut at = 0usize;
-        let (words, _) = words.as_chunks::<4>();
-        for (o, m) in out.iter_mut().zip(m) {
-            let word = u32::from_le_bytes(words[at & (LANES - 1)]);
-            *o = *o & !m | word & m;
-            at += (m & 1) as usize;
-        }
-        (out, at)
+    fn byte(e1: u32, e2: u32, r: usize) -> u8 {
+        let shift = 16 + 4 * r;
+        (e1 >> shift & 15 | (e2 >> shift & 15) << 4) as u8
     }
 }
 
 pub(super) fn decode(job: &Job<'_>, out: &mut [u8], stride: usize) -> Result<(), JobError> {
-    // SAFETY: the portable arm needs no features.
-    unsafe {
-        match job.symbol {
-            Symbol::Pair => lanes::decode::<Portable, Pair>(job, out, stride),
-            Symbol::Triple => lanes::decode::<Portable, Triple>(job, out, stride),
+    match job.symbol {
+        Symbol::Pair => decode_kind::<Pair>(job, out, stride),
+        Symbol::Triple => decode_kind::<Triple>(job, out, stride),
+    }
+}
+
+#[derive(Clone, Copy)]
+struct Lane {
+    state: u32,
+    counter: u32,
+    window: u64,
+}
+
+fn decode_kind<K: Kind>(job: &Job<'_>, out: &mut [u8], stride: usize) -> Result<(), JobError> {
+    let bits = K::SYMBOL.table_bits();
+    let low = 1u32 << bits;
+    let entries = &job.entries[..1 << bits];
+    let (fixed, rest) = job.bytes.split_at(JOB_BYTES);
+    let fixed = fixed.as_chunks::<4>().0;
+    let words = rest.as_chunks::<4>().0;
+    let first = |i: usize| u32::from_le_bytes(fixed[i]);
+    let mut lanes: [Lane; LANES] = std::array::from_fn(|l| Lane {
+        state: first(l),
+        counter: 0,
+        window: u64::from(first(32 + l)) << 32 | u64::from(first(64 + l)),
+    });
+    let mut at = 0;
+    let per_round = job.folds.lane_cols() / 2;
+    // Rows of a row group, side by side, so that the last one may reach past the matrix.
+    let mut rows = vec![0u8; K::HEIGHT * job.folds.seg_cols() / 2];
+    let width = job.folds.seg_cols() / 2;
+    for t in 0..job.row_groups {
+        for pair in 0..job.folds.pairs() {
+            let column = pair / per_round * (LANES * per_round) + pair % per_round;
+            for (l, lane) in lanes.iter_mut().enumerate() {
+                let mut x = lane.state;
+                let v = ((lane.window << lane.counter) >> 32) as u32;
+                let e1 = entries[(x & (low - 1)) as usize];
+                x = advance(x, bits, e1);
+                let m1 = x < low;
+                x = if m1 { x << 16 | v >> 16 } else { x };
+                let v = if m1 { v << 16 } else { v };
+                let e2 = entries[(x & (low - 1)) as usize];
+                x = advance(x, bits, e2);
+                let m2 = x < low;
+                lane.state = if m2 { x << 16 | v >> 16 } else { x };
+                let c = lane.counter + 16 * u32::from(m1) + 16 * u32::from(m2);
+                let need = c >= 32;
+                lane.counter = c & 16;
+                let word = words.get(at).map_or(0, |w| u32::from_le_bytes(*w));
+                let next = lane.window << 32 | u64::from(word);
+                lane.window = if need { next } else { lane.window };
+                at += usize::from(need);
+                let to = column + l * per_round;
+                for r in 0..K::HEIGHT {
+                    rows[r * width + to] = K::byte(e1, e2, r);
+                }
+            }
         }
+        let done = t * K::HEIGHT;
+        for (r, row) in rows.chunks_exact(width).enumerate() {
+            if done + r < job.rows {
+                out[(done + r) * stride..][..width].copy_from_slice(row);
+            }
+        }
+    }
+    match lanes.iter().position(|l| l.state != low) {
+        None => Ok(()),
+        Some(lane) => Err(JobError {
+            lane,
+            state: lanes[lane].state,
+        }),
     }
 }
