@@ -3,5 +3,8 @@
 pub mod archive;
 pub mod backend;
 pub mod codec;
+pub mod convert;
 pub mod expert;
+pub mod interrupt;
+pub mod model;
 pub mod simd;

@@ -1,0 +1,579 @@
+//! From a Hugging Face checkpoint to a model directory.
+//!
+//! Routed experts go through the int4 rule: per row, or per 64 columns of a row,
+//! `s = max(amax / 7, 1e-8)` and `q = clip(rint(w / s), -8, 7)`, all in f32 with IEEE division,
+//! `rint` to even. Every other tensor keeps its bytes. Memory in use is a layer's experts at most.
+
+use std::fs;
+use std::io::ErrorKind;
+use std::path::{Path, PathBuf};
+
+use rayon::prelude::*;
+use safetensors::tensor::Dtype;
+use serde_json::Value;
+
+use crate::expert::{MatrixKind, ScaleKind};
+use crate::interrupt;
+use crate::model::config::Config;
+use crate::model::directory::{DENSE_FILE, EXPERTS_FILE, EXPERTS_KEY, expert_tensor};
+use crate::model::error::ModelError;
+use crate::model::tensors::{Entry, Tensor, TensorFile, TensorWriter, f32s, u16s};
+
+const FETCH: &str = "fetch the checkpoint again";
+
+/// Files that go over verbatim where they are there.
+const COPIED: [&str; 5] = [
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+];
+
+/// What a conversion did.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Summary {
+    /// Dense tensors copied.
+    pub dense_tensors: usize,
+    /// Their bytes.
+    pub dense_bytes: u64,
+    /// Experts quantised.
+    pub experts: usize,
+    /// Bytes of their nibbles and scales.
+    pub expert_bytes: u64,
+    /// Tensors of layers past `num_hidden_layers` (multi-token prediction), left out.
+    pub left_out: usize,
+}
+
+/// A checkpoint's shards, opened as a whole.
+struct Checkpoint {
+    shards: Vec<TensorFile>,
+    /// Every tensor with its shard, in shard and data order.
+    names: Vec<(String, usize)>,
+    index: std::collections::HashMap<String, usize>,
+    /// For messages.
+    source: PathBuf,
+}
+
+impl Checkpoint {
+    fn open(dir: &Path) -> Result<Self, ModelError> {
+        let index_path = dir.join("model.safetensors.index.json");
+        let single = dir.join("model.safetensors");
+        let (source, files, listed) = if index_path.is_file() {
+            let bytes = fs::read(&index_path).map_err(|e| ModelError::io(&index_path, e, FETCH))?;
+            let value: Value = serde_json::from_slice(&bytes)
+                .map_err(|e| ModelError::field(&index_path, "file", "JSON", e, FETCH))?;
+            let map = value["weight_map"].as_object().ok_or_else(|| {
+                ModelError::field(
+                    &index_path,
+                    "weight_map",
+                    "an object",
+                    "something else",
+                    FETCH,
+                )
+            })?;
+            let mut files: Vec<&str> = Vec::new();
+            for (name, file) in map {
+                match file.as_str() {
+                    // A shard is beside its index, nowhere else.
+                    Some(f) if Path::new(f).file_name() == Some(f.as_ref()) => files.push(f),
+                    _ => {
+                        return Err(ModelError::field(
+                            &index_path,
+                            format!("weight_map.{name}"),
+                            "a file name",
+                            file,
+                            FETCH,
+                        ));
+                    }
+                }
+            }
+            files.sort_unstable();
+            files.dedup();
+            let files = files.iter().map(|f| dir.join(f)).collect();
+            (
+                index_path,
+                files,
+                Some(map.keys().cloned().collect::<Vec<_>>()),
+            )
+        } else {
+            (single.clone(), vec![single], None)
+        };
+        let remedy = "give a directory with model.safetensors, or its shards and \
+                      model.safetensors.index.json";
+        let shards = files
+            .iter()
+            .map(|f| TensorFile::open(f, remedy))
+            .collect::<Result<Vec<_>, _>>()?;
+        let mut names = Vec::new();
+        let mut index = std::collections::HashMap::new();
+        for (i, shard) in shards.iter().enumerate() {
+            for name in shard.names() {
+                if let Some(before) = index.insert(name.clone(), i) {
+                    return Err(ModelError::field(
+                        shard.path(),
+                        name,
+                        "each tensor once",
+                        format!("it is in {} too", shards[before].path().display()),
+                        FETCH,
+                    ));
+                }
+                names.push((name, i));
+            }
+        }
+        if let Some(missing) = listed
+            .into_iter()
+            .flatten()
+            .find(|n| !index.contains_key(n))
+        {
+            return Err(ModelError::field(
+                &source,
+                missing,
+                "a tensor in the shard that the index names",
+                "none",
+                FETCH,
+            ));
+        }
+        Ok(Self {
+            shards,
+            names,
+            index,
+            source,
+        })
+    }
+
+    fn get(&self, name: &str) -> Option<Tensor<'_>> {
+        self.shards[*self.index.get(name)?].get(name)
+    }
+
+    fn shaped(&self, name: &str, shape: &[usize]) -> Result<Tensor<'_>, ModelError> {
+        let Some(shard) = self.index.get(name) else {
+            return Err(ModelError::field(
+                &self.source,
+                name,
+                format!("a tensor of shape {shape:?}"),
+                "no such tensor",
+                FETCH,
+            ));
+        };
+        let file = &self.shards[*shard];
+        let tensor = file.shaped(name, shape)?;
+        floats(file.path(), name, &tensor)?;
+        Ok(tensor)
+    }
+}
+
+fn floats(path: &Path, name: &str, tensor: &Tensor<'_>) -> Result<(), ModelError> {
+    match tensor.dtype {
+        Dtype::BF16 | Dtype::F32 => Ok(()),
+        other => Err(ModelError::field(
+            path,
+            name,
+            "BF16 or F32",
+            format!("{other:?}"),
+            "take the bf16 or f32 checkpoint",
+        )),
+    }
+}
+
+/// Whether a tensor belongs to the routed experts, and to which layer any tensor belongs.
+fn place(name: &str) -> (Option<usize>, bool) {
+    let Some(rest) = name.strip_prefix("model.layers.") else {
+        return (None, false);
+    };
+    let Some((layer, rest)) = rest.split_once('.') else {
+        return (None, false);
+    };
+    (layer.parse().ok(), rest.starts_with("mlp.experts."))
+}
+
+/// A matrix of the checkpoint, maybe a slice of a fused tensor.
+struct Weights<'a> {
+    dtype: Dtype,
+    bytes: &'a [u8],
+}
+
+impl Weights<'_> {
+    fn len(&self) -> usize {
+        self.bytes.len() / self.dtype_bytes()
+    }
+
+    fn dtype_bytes(&self) -> usize {
+        if self.dtype == Dtype::F32 { 4 } else { 2 }
+    }
+
+    /// Widens elements `from..from + to.len()`.
+    fn read(&self, from: usize, to: &mut [f32]) {
+        let size = self.dtype_bytes();
+        let bytes = &self.bytes[from * size..(from + to.len()) * size];
+        match self.dtype {
+            Dtype::F32 => to.copy_from_slice(&f32s(bytes)),
+            _ => {
+                for (to, bits) in to.iter_mut().zip(u16s(bytes).iter()) {
+                    *to = gpu::arith::bf16(*bits);
+                }
+            }
+        }
+    }
+}
+
+/// The three matrices of an expert: tensors of their own, or slices of the fused ones
+/// `experts.gate_up_proj` `[experts, 2 * intermediate, hidden]` (gate rows first) and
+/// `experts.down_proj` `[experts, hidden, intermediate]`.
+fn expert_weights<'a>(
+    checkpoint: &'a Checkpoint,
+    config: &Config,
+    layer: usize,
+    e: usize,
+) -> Result<[Weights<'a>; 3], ModelError> {
+    let (h, i, n) = (
+        config.hidden,
+        config.moe_intermediate,
+        config.router.experts,
+    );
+    let fused = format!("model.layers.{layer}.mlp.experts.gate_up_proj");
+    if checkpoint.get(&fused).is_some() {
+        let gate_up = checkpoint.shaped(&fused, &[n, 2 * i, h])?;
+        let name = format!("model.layers.{layer}.mlp.experts.down_proj");
+        let down = checkpoint.shaped(&name, &[n, h, i])?;
+        let part = |t: &Tensor<'a>, parts: usize, at: usize| {
+            let len = t.bytes.len() / parts;
+            Weights {
+                dtype: t.dtype,
+                bytes: &t.bytes[at * len..(at + 1) * len],
+            }
+        };
+        return Ok([
+            part(&gate_up, 2 * n, 2 * e),
+            part(&gate_up, 2 * n, 2 * e + 1),
+            part(&down, n, e),
+        ]);
+    }
+    let one = |kind: MatrixKind| {
+        let (rows, cols) = config.expert_shape(ScaleKind::Row).dims(kind);
+        let t = checkpoint.shaped(&expert_tensor(layer, e, kind), &[rows, cols])?;
+        Ok(Weights {
+            dtype: t.dtype,
+            bytes: t.bytes,
+        })
+    };
+    Ok([
+        one(MatrixKind::Gate)?,
+        one(MatrixKind::Up)?,
+        one(MatrixKind::Down)?,
+    ])
+}
+
+/// A quantised matrix: packed nibbles and scales; or the index of a weight that is not finite.
+type Quantised = Result<(Vec<u8>, Vec<f32>), usize>;
+
+fn quantise(w: &Weights<'_>, cols: usize, scales: ScaleKind) -> Quantised {
+    let span = match scales {
+        ScaleKind::Row => cols,
+        ScaleKind::G64 => gpu::arith::GROUP,
+    };
+    let n = w.len();
+    let mut packed = Vec::with_capacity(n / 2);
+    let mut out = Vec::with_capacity(n / span);
+    let mut values = vec![0.0; span];
+    for at in (0..n).step_by(span) {
+        w.read(at, &mut values);
+        if let Some(bad) = values.iter().position(|w| !w.is_finite()) {
+            return Err(at + bad);
+        }
+        let s = int4_scale(&values);
+        out.push(s);
+        for pair in values.as_chunks::<2>().0 {
+            packed.push(int4(pair[0], s) | int4(pair[1], s) << 4);
+        }
+    }
+    Ok((packed, out))
+}
+
+/// The scale of weights that share one: `max(amax / 7, 1e-8)`.
+pub fn int4_scale(weights: &[f32]) -> f32 {
+    let amax = weights.iter().fold(0.0f32, |m, w| m.max(w.abs()));
+    (amax / 7.0).max(1e-8)
+}
+
+/// A weight's nibble, `q + 8`.
+pub fn int4(weight: f32, scale: f32) -> u8 {
+    ((weight / scale).round_ties_even().clamp(-8.0, 7.0) as i8 + 8) as u8
+}
+
+/// A directory that takes its final name when it is whole, and vanishes otherwise.
+struct Staged {
+    dir: tempfile::TempDir,
+    to: PathBuf,
+    force: bool,
+}
+
+impl Staged {
+    fn new(to: &Path, force: bool) -> Result<Self, ModelError> {
+        let taken = match fs::read_dir(to) {
+            Ok(mut entries) => entries.next().is_some(),
+            Err(e) if e.kind() == ErrorKind::NotFound => false,
+            Err(e) => return Err(ModelError::io(to, e, "choose another --to directory")),
+        };
+        if taken && !force {
+            return Err(ModelError::field(
+                to,
+                "directory",
+                "a new or empty one",
+                "files",
+                "choose another --to directory or give --force to replace it",
+            ));
+        }
+        let parent = match to.parent() {
+            Some(p) if !p.as_os_str().is_empty() => p,
+            _ => Path::new("."),
+        };
+        let make = || {
+            fs::create_dir_all(parent)?;
+            tempfile::Builder::new()
+                .prefix(".convert-")
+                .tempdir_in(parent)
+        };
+        let dir = make().map_err(|e| {
+            ModelError::io(parent, e, "choose a --to directory that can be written")
+        })?;
+        Ok(Self {
+            dir,
+            to: to.into(),
+            force,
+        })
+    }
+
+    fn path(&self) -> &Path {
+        self.dir.path()
+    }
+
+    fn commit(self) -> Result<(), ModelError> {
+        let Self { dir, to, force } = self;
+        let fail = |e| ModelError::io(&to, e, "check permissions of the directory above");
+        // Temporary directories are private; a model need not be.
+        #[cfg(unix)]
+        {
+            use std::os::unix::fs::PermissionsExt;
+            fs::set_permissions(dir.path(), fs::Permissions::from_mode(0o755)).map_err(fail)?;
+        }
+        let old = if force && to.exists() {
+            // Beside the new one, so that both renames stay within a file system.
+            let old = dir.path().with_extension("old");
+            fs::rename(&to, &old).map_err(fail)?;
+            Some(old)
+        } else {
+            None
+        };
+        if let Err(e) = fs::rename(dir.path(), &to) {
+            if let Some(old) = old {
+                fs::rename(&old, &to).map_err(fail)?;
+            }
+            return Err(fail(e));
+        }
+        let _ = dir.keep(); // renamed away: nothing left to remove under that name
+        if let Some(old) = old {
+            fs::remove_dir_all(&old).map_err(fail)?;
+        }
+        Ok(())
+    }
+}
+
+/// Converts the checkpoint in `from` to the model directory `to`. `progress` gets
+/// `(layers done, layers)` of the experts.
+pub fn convert(
+    from: &Path,
+    to: &Path,
+    scales: ScaleKind,
+    force: bool,
+    mut progress: impl FnMut(usize, usize),
+) -> Result<Summary, ModelError> {
+    let config = Config::read(from)?;
+    let checkpoint = Checkpoint::open(from)?;
+    let sparse: Vec<usize> = config.sparse_layers().collect();
+    // All shapes before the first byte is written.
+    for layer in &sparse {
+        for e in 0..config.router.experts {
+            expert_weights(&checkpoint, &config, *layer, e)?;
+        }
+    }
+    let staged = Staged::new(to, force)?;
+    let mut summary = Summary::default();
+    for name in COPIED {
+        let source = from.join(name);
+        if source.is_file() {
+            fs::copy(&source, staged.path().join(name))
+                .map_err(|e| ModelError::io(&source, e, "check the space left on the disk"))?;
+        }
+    }
+    write_dense(&checkpoint, &config, scales, staged.path(), &mut summary)?;
+    write_experts(
+        &checkpoint,
+        &config,
+        scales,
+        staged.path(),
+        &mut summary,
+        |n| progress(n, sparse.len()),
+    )?;
+    staged.commit()?;
+    Ok(summary)
+}
+
+fn write_dense(
+    checkpoint: &Checkpoint,
+    config: &Config,
+    scales: ScaleKind,
+    dir: &Path,
+    summary: &mut Summary,
+) -> Result<(), ModelError> {
+    let mut kept: Vec<(&str, Tensor<'_>)> = Vec::new();
+    for (name, shard) in &checkpoint.names {
+        match place(name) {
+            (Some(layer), _) if layer >= config.layers.len() => summary.left_out += 1,
+            (_, true) => (),
+            _ => {
+                let file = &checkpoint.shards[*shard];
+                let tensor = file.get(name).expect("a name of the file's own");
+                floats(file.path(), name, &tensor)?;
+                kept.push((name, tensor));
+            }
+        }
+    }
+    // Wide elements first: every tensor then starts at a multiple of its element size.
+    kept.sort_by_key(|(_, t)| std::cmp::Reverse(t.dtype.bitsize()));
+    let entries = kept
+        .iter()
+        .map(|(name, t)| Entry {
+            name: (*name).into(),
+            dtype: t.dtype,
+            shape: t.shape.to_vec(),
+            bytes: t.bytes.len(),
+        })
+        .collect();
+    let metadata = [("format", "pt"), (EXPERTS_KEY, scales.name())];
+    let mut out = TensorWriter::create(&dir.join(DENSE_FILE), entries, &metadata)?;
+    for (_, tensor) in &kept {
+        if interrupt::requested() {
+            return Err(ModelError::Interrupted);
+        }
+        out.write(tensor.bytes)?;
+        summary.dense_tensors += 1;
+        summary.dense_bytes += tensor.bytes.len() as u64;
+    }
+    out.finish()
+}
+
+fn write_experts(
+    checkpoint: &Checkpoint,
+    config: &Config,
+    scales: ScaleKind,
+    dir: &Path,
+    summary: &mut Summary,
+    mut progress: impl FnMut(usize),
+) -> Result<(), ModelError> {
+    let shape = config.expert_shape(scales);
+    let mut entries = Vec::new();
+    for layer in config.sparse_layers() {
+        for e in 0..config.router.experts {
+            for kind in MatrixKind::ALL {
+                let (rows, cols) = shape.dims(kind);
+                let name = expert_tensor(layer, e, kind);
+                let n = scales.count(rows, cols);
+                // Columns are a multiple of 64, so both lengths are multiples of 4.
+                entries.push(Entry {
+                    name: name.clone(),
+                    dtype: Dtype::U8,
+                    shape: vec![rows * cols / 2],
+                    bytes: rows * cols / 2,
+                });
+                entries.push(Entry {
+                    name: format!("{name}.qs"),
+                    dtype: Dtype::F32,
+                    shape: vec![n],
+                    bytes: 4 * n,
+                });
+            }
+        }
+    }
+    let metadata = [(EXPERTS_KEY, scales.name())];
+    let mut out = TensorWriter::create(&dir.join(EXPERTS_FILE), entries, &metadata)?;
+    for (done, layer) in config.sparse_layers().enumerate() {
+        // A few experts per thread at a time bound what is held.
+        let batch = 2 * rayon::current_num_threads();
+        let ids: Vec<usize> = (0..config.router.experts).collect();
+        for ids in ids.chunks(batch) {
+            if interrupt::requested() {
+                return Err(ModelError::Interrupted);
+            }
+            let quantised: Vec<[Quantised; 3]> = ids
+                .par_iter()
+                .map(|e| {
+                    let weights = expert_weights(checkpoint, config, layer, *e)?;
+                    Ok(MatrixKind::ALL
+                        .map(|kind| quantise(&weights[kind as usize], shape.dims(kind).1, scales)))
+                })
+                .collect::<Result<_, ModelError>>()?;
+            for (e, matrices) in ids.iter().zip(quantised) {
+                for (kind, matrix) in MatrixKind::ALL.into_iter().zip(matrices) {
+                    let (packed, scales) = matrix.map_err(|at| {
+                        ModelError::field(
+                            &checkpoint.source,
+                            format!("{}[{at}]", expert_tensor(layer, *e, kind)),
+                            "a finite weight",
+                            "infinity or NaN",
+                            FETCH,
+                        )
+                    })?;
+                    out.write(&packed)?;
+                    let bytes: Vec<u8> = scales.iter().flat_map(|s| s.to_le_bytes()).collect();
+                    out.write(&bytes)?;
+                    summary.expert_bytes += (packed.len() + bytes.len()) as u64;
+                }
+                summary.experts += 1;
+            }
+        }
+        progress(done + 1);
+    }
+    out.finish()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn int4_rule() {
+        let row = [0.7f32, -0.35, 0.05, -0.7];
+        let s = int4_scale(&row);
+        assert_eq!(s, 0.7f32 / 7.0);
+        // 0.35 / 0.1 and 0.05 / 0.1 are near ties: the IEEE quotient decides.
+        let want: Vec<u8> = row
+            .iter()
+            .map(|w| ((w / s).round_ties_even() as i32 + 8) as u8)
+            .collect();
+        assert_eq!(row.map(|w| int4(w, s)).to_vec(), want);
+        assert_eq!(int4(7.0, 1.0), 15);
+        assert_eq!(int4(-7.5, 1.0), 0);
+        assert_eq!(int4(2.5, 1.0), 10);
+        assert_eq!(int4(3.5, 1.0), 12);
+        assert_eq!(int4_scale(&[0.0; 4]), 1e-8);
+        assert_eq!(int4(0.0, 1e-8), 8);
+    }
+
+    #[test]
+    fn places() {
+        assert_eq!(
+            place("model.layers.3.mlp.experts.7.up_proj.weight"),
+            (Some(3), true)
+        );
+        assert_eq!(
+            place("model.layers.3.mlp.experts.gate_up_proj"),
+            (Some(3), true)
+        );
+        assert_eq!(
+            place("model.layers.12.mlp.shared_experts.up_proj.weight"),
+            (Some(12), false)
+        );
+        assert_eq!(place("lm_head.weight"), (None, false));
+    }
+}

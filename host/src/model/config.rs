@@ -1,0 +1,589 @@
+//! `config.json` and `generation_config.json` of `glm_moe_dsa` models.
+//!
+//! Names and defaults are those of Hugging Face transformers' `GlmMoeDsaConfig`. What the forward
+//! pass does not compute is refused here, by name.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use serde_json::{Map, Value};
+
+use super::error::ModelError;
+use crate::backend::{Index, Mla, Router};
+use crate::expert::{ExpertShape, ScaleKind};
+
+/// Epsilon of the norms inside attention and indexer, whatever `rms_norm_eps` is.
+pub const INNER_EPS: f32 = 1e-6;
+
+/// No dimension is larger; keeps products of three within 64 bits.
+const MAX_DIMENSION: usize = 1 << 20;
+
+const UNSUPPORTED: &str = "this variant of glm_moe_dsa is not supported";
+const DAMAGED: &str = "take the file from the model's publisher again";
+
+/// Geometry and constants of a model.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Config {
+    /// `vocab_size`.
+    pub vocab: usize,
+    /// `hidden_size`.
+    pub hidden: usize,
+    /// `intermediate_size` of dense layers.
+    pub intermediate: usize,
+    /// `moe_intermediate_size`.
+    pub moe_intermediate: usize,
+    /// `moe_intermediate_size * n_shared_experts`.
+    pub shared_intermediate: usize,
+    /// `q_lora_rank`.
+    pub q_lora: usize,
+    /// `rms_norm_eps`.
+    pub eps: f32,
+    /// `rope_theta`.
+    pub rope_theta: f64,
+    /// `max_position_embeddings`.
+    pub max_positions: usize,
+    /// Whether `lm_head` is the embedding table.
+    pub tied: bool,
+    /// Attention.
+    pub mla: Mla,
+    /// Indexer.
+    pub index: Index,
+    /// Router.
+    pub router: Router,
+    /// One entry a layer.
+    pub layers: Vec<LayerKind>,
+    /// `eos_token_id`; none where generation never ends by itself.
+    pub eos: Vec<u32>,
+}
+
+/// What differs between layers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LayerKind {
+    /// Routed experts instead of one feed-forward network.
+    pub sparse: bool,
+    /// Its own indexer; otherwise the lists of the last layer that has one.
+    pub indexer: bool,
+}
+
+impl Config {
+    /// Reads `config.json` in `dir`, and the end tokens of `generation_config.json` where there is
+    /// one.
+    pub fn read(dir: &Path) -> Result<Self, ModelError> {
+        if !dir.is_dir() {
+            return Err(ModelError::io(
+                dir,
+                std::io::Error::new(std::io::ErrorKind::NotFound, "no such model directory"),
+                "give a directory that `host convert` made (-m DIR)",
+            ));
+        }
+        let object = Object::read(&dir.join("config.json"))?;
+        let mut config = Self::parse(&object)?;
+        let generation = dir.join("generation_config.json");
+        if generation.is_file() {
+            let generation = Object::read(&generation)?;
+            if generation.get("eos_token_id").is_some() {
+                config.eos = generation.ids("eos_token_id")?;
+            }
+        }
+        for id in &config.eos {
+            if *id as usize >= config.vocab {
+                return Err(object.bad("eos_token_id", format!("ids below {}", config.vocab), id));
+            }
+        }
+        Ok(config)
+    }
+
+    /// Experts' geometry with the given scales.
+    pub fn expert_shape(&self, scales: ScaleKind) -> ExpertShape {
+        ExpertShape {
+            hidden: self.hidden,
+            intermediate: self.moe_intermediate,
+            scales,
+        }
+    }
+
+    /// Layers with routed experts, ascending.
+    pub fn sparse_layers(&self) -> impl Iterator<Item = usize> + '_ {
+        (0..self.layers.len()).filter(|l| self.layers[*l].sparse)
+    }
+
+    /// `1 / theta^(2i/rope)`, power and quotient rounded to f32 as torch does.
+    pub fn inv_freq(&self) -> Vec<f32> {
+        let rope = self.mla.rope;
+        (0..rope / 2)
+            .map(|i| {
+                let exponent = (2 * i) as f32 / rope as f32;
+                1.0 / libm::pow(self.rope_theta, exponent as f64) as f32
+            })
+            .collect()
+    }
+
+    fn parse(o: &Object) -> Result<Self, ModelError> {
+        o.must("model_type", "glm_moe_dsa", None)?;
+        o.must("hidden_act", "silu", Some("silu"))?;
+        o.must("scoring_func", "sigmoid", Some("sigmoid"))?;
+        o.must("topk_method", "noaux_tc", Some("noaux_tc"))?;
+        for flag in ["attention_bias", "mlp_bias"] {
+            if o.flag(flag, false)? {
+                return Err(o.unsupported(flag, "false", "true"));
+            }
+        }
+        if let Some(q) = o.get("quantization_config") {
+            return Err(ModelError::field(
+                &o.file,
+                "quantization_config",
+                "a bf16 or f32 checkpoint",
+                short(q),
+                "take the unquantised checkpoint",
+            ));
+        }
+        if o.size_or("moe_layer_freq", 1)? != 1 {
+            let found = o.size_or("moe_layer_freq", 1)?;
+            return Err(o.unsupported("moe_layer_freq", "1", found));
+        }
+
+        let n_layers = o.size("num_hidden_layers")?;
+        let heads = o.size("num_attention_heads")?;
+        let kv_heads = o.size_or("num_key_value_heads", heads)?;
+        if kv_heads != heads {
+            return Err(o.unsupported("num_key_value_heads", heads, kv_heads));
+        }
+        let (nope, rope) = (o.size("qk_nope_head_dim")?, o.size("qk_rope_head_dim")?);
+        if rope % 2 != 0 {
+            return Err(o.bad("qk_rope_head_dim", "an even number", rope));
+        }
+        let mla = Mla {
+            heads,
+            nope,
+            rope,
+            value: o.size("v_head_dim")?,
+            latent: o.size("kv_lora_rank")?,
+            scaling: (1.0 / ((nope + rope) as f64).sqrt()) as f32,
+        };
+        let index = Index {
+            heads: o.size("index_n_heads")?,
+            dim: o.size("index_head_dim")?,
+            top_k: o.size("index_topk")?,
+        };
+        if index.dim < rope {
+            return Err(o.bad("index_head_dim", format!("at least {rope}"), index.dim));
+        }
+        let router = Router {
+            experts: match o.get("n_routed_experts") {
+                Some(_) => o.size("n_routed_experts")?,
+                None => o.size("num_experts")?,
+            },
+            top_k: o.size("num_experts_per_tok")?,
+            groups: o.size_or("n_group", 1)?,
+            top_groups: o.size_or("topk_group", 1)?,
+            normalise: o.flag("norm_topk_prob", true)?,
+            scaling: o.number_or("routed_scaling_factor", 2.5)? as f32,
+        };
+        let group = router.experts / router.groups;
+        if router.experts % router.groups != 0 || (router.groups > 1 && group < 2) {
+            let want = format!("groups of 2 or more that {} experts fill", router.experts);
+            return Err(o.bad("n_group", want, router.groups));
+        }
+        if router.top_groups > router.groups {
+            let want = format!("at most {}", router.groups);
+            return Err(o.bad("topk_group", want, router.top_groups));
+        }
+        if router.top_k > group * router.top_groups {
+            let want = format!("at most {}", group * router.top_groups);
+            return Err(o.bad("num_experts_per_tok", want, router.top_k));
+        }
+
+        let config = Config {
+            vocab: o.size("vocab_size")?,
+            hidden: o.size("hidden_size")?,
+            intermediate: o.size("intermediate_size")?,
+            moe_intermediate: o.size("moe_intermediate_size")?,
+            shared_intermediate: o.size("moe_intermediate_size")?
+                * o.size_or("n_shared_experts", 1)?,
+            q_lora: o.size("q_lora_rank")?,
+            eps: o.number_or("rms_norm_eps", 1e-5)? as f32,
+            rope_theta: rope_theta(o)?,
+            max_positions: o.size("max_position_embeddings")?,
+            tied: o.flag("tie_word_embeddings", false)?,
+            layers: layer_kinds(o, n_layers)?,
+            eos: o.ids("eos_token_id")?,
+            mla,
+            index,
+            router,
+        };
+        // Columns of expert matrices are dealt in units of 64, of dense ones in units of 8.
+        for (name, n, unit) in [
+            ("hidden_size", config.hidden, gpu::layout::COL_UNIT),
+            (
+                "moe_intermediate_size",
+                config.moe_intermediate,
+                gpu::layout::COL_UNIT,
+            ),
+            ("intermediate_size", config.intermediate, 8),
+            ("q_lora_rank", config.q_lora, 8),
+            ("kv_lora_rank", config.mla.latent, 8),
+            (
+                "num_attention_heads * v_head_dim",
+                heads * config.mla.value,
+                8,
+            ),
+        ] {
+            if n % unit != 0 {
+                return Err(o.unsupported(name, format!("a multiple of {unit}"), n));
+            }
+        }
+        for (name, n) in [
+            ("hidden_size", config.hidden),
+            ("moe_intermediate_size", config.moe_intermediate),
+        ] {
+            if n > gpu::layout::MAX_COLS {
+                let want = format!("at most {}", gpu::layout::MAX_COLS);
+                return Err(o.unsupported(name, want, n));
+            }
+        }
+        Ok(config)
+    }
+}
+
+fn rope_theta(o: &Object) -> Result<f64, ModelError> {
+    let scope = ["rope_parameters", "rope_scaling"]
+        .into_iter()
+        .find_map(|name| o.get(name).map(|v| (name, v)));
+    let Some((name, value)) = scope else {
+        return o.number_or("rope_theta", 10_000.0);
+    };
+    let Value::Object(map) = value else {
+        return Err(o.bad(name, "an object", short(value)));
+    };
+    let inner = Object {
+        file: o.file.clone(),
+        map: map.clone(),
+    };
+    for field in ["rope_type", "type"] {
+        inner.must(field, "default", Some("default"))?;
+    }
+    match inner.get("rope_theta") {
+        Some(_) => inner.number_or("rope_theta", 0.0),
+        None => o.number_or("rope_theta", 10_000.0),
+    }
+}
+
+fn layer_kinds(o: &Object, n: usize) -> Result<Vec<LayerKind>, ModelError> {
+    if let Some(types) = o.names("layer_types", n)?
+        && let Some(other) = types.iter().find(|t| *t != "deepseek_sparse_attention")
+    {
+        return Err(o.unsupported("layer_types", "deepseek_sparse_attention", other));
+    }
+    let sparse = match o.names("mlp_layer_types", n)? {
+        Some(names) => o.choose("mlp_layer_types", &names, "dense", "sparse")?,
+        None => {
+            let dense = match o.get("first_k_dense_replace") {
+                None => 3,
+                Some(_) => o.count("first_k_dense_replace")?,
+            };
+            (0..n).map(|l| l >= dense).collect()
+        }
+    };
+    let indexer = match (o.names("indexer_types", n)?, o.get("index_topk_pattern")) {
+        (Some(names), _) => o.choose("indexer_types", &names, "shared", "full")?,
+        (None, Some(Value::String(pattern))) => {
+            let names: Vec<String> = pattern.chars().map(String::from).collect();
+            if names.len() != n {
+                return Err(o.bad("index_topk_pattern", format!("{n} letters"), names.len()));
+            }
+            o.choose("index_topk_pattern", &names, "S", "F")?
+        }
+        (None, Some(_)) => {
+            let names = o.names("index_topk_pattern", n)?.unwrap_or_default();
+            o.choose("index_topk_pattern", &names, "shared", "full")?
+        }
+        (None, None) => {
+            let freq = o.size_or("index_topk_freq", 1)?;
+            let offset = match o.get("index_skip_topk_offset") {
+                None => 2,
+                Some(_) => o.count("index_skip_topk_offset")?,
+            };
+            (0..n)
+                .map(|l| (l + 1).saturating_sub(offset) % freq == 0)
+                .collect()
+        }
+    };
+    if indexer.first() == Some(&false) {
+        return Err(o.bad(
+            "indexer_types",
+            "a first layer that is \"full\"",
+            "\"shared\"",
+        ));
+    }
+    Ok(sparse
+        .into_iter()
+        .zip(indexer)
+        .map(|(sparse, indexer)| LayerKind { sparse, indexer })
+        .collect())
+}
+
+/// A JSON object and where it came from.
+struct Object {
+    file: PathBuf,
+    map: Map<String, Value>,
+}
+
+impl Object {
+    fn read(file: &Path) -> Result<Self, ModelError> {
+        let bytes = fs::read(file).map_err(|e| {
+            ModelError::io(file, e, "a model directory is what `host convert` makes")
+        })?;
+        match serde_json::from_slice(&bytes) {
+            Ok(Value::Object(map)) => Ok(Self {
+                file: file.into(),
+                map,
+            }),
+            Ok(other) => Err(ModelError::field(
+                file,
+                "file",
+                "a JSON object",
+                short(&other),
+                DAMAGED,
+            )),
+            Err(e) => Err(ModelError::field(file, "file", "JSON", e, DAMAGED)),
+        }
+    }
+
+    /// The field, unless absent or null.
+    fn get(&self, field: &str) -> Option<&Value> {
+        self.map.get(field).filter(|v| !v.is_null())
+    }
+
+    fn bad(
+        &self,
+        field: &str,
+        expected: impl std::fmt::Display,
+        found: impl std::fmt::Display,
+    ) -> ModelError {
+        ModelError::field(&self.file, field, expected, found, DAMAGED)
+    }
+
+    fn unsupported(
+        &self,
+        field: &str,
+        expected: impl std::fmt::Display,
+        found: impl std::fmt::Display,
+    ) -> ModelError {
+        ModelError::field(&self.file, field, expected, found, UNSUPPORTED)
+    }
+
+    /// A count, which may be 0.
+    fn count(&self, field: &str) -> Result<usize, ModelError> {
+        let expected = format!("an integer from 0 to {MAX_DIMENSION}");
+        let Some(v) = self.get(field) else {
+            return Err(self.bad(field, expected, "nothing"));
+        };
+        match v.as_u64().and_then(|n| usize::try_from(n).ok()) {
+            Some(n) if n <= MAX_DIMENSION => Ok(n),
+            _ => Err(self.bad(field, expected, short(v))),
+        }
+    }
+
+    /// A positive dimension.
+    fn size(&self, field: &str) -> Result<usize, ModelError> {
+        match self.count(field)? {
+            0 => Err(self.bad(field, "a positive number", 0)),
+            n => Ok(n),
+        }
+    }
+
+    fn size_or(&self, field: &str, default: usize) -> Result<usize, ModelError> {
+        match self.get(field) {
+            None => Ok(default),
+            Some(_) => self.size(field),
+        }
+    }
+
+    fn number_or(&self, field: &str, default: f64) -> Result<f64, ModelError> {
+        match self.get(field) {
+            None => Ok(default),
+            Some(v) => match v.as_f64() {
+                Some(x) if x > 0.0 && x.is_finite() => Ok(x),
+                _ => Err(self.bad(field, "a positive number", short(v))),
+            },
+        }
+    }
+
+    fn flag(&self, field: &str, default: bool) -> Result<bool, ModelError> {
+        match self.get(field) {
+            None => Ok(default),
+            Some(Value::Bool(b)) => Ok(*b),
+            Some(v) => Err(self.bad(field, "true or false", short(v))),
+        }
+    }
+
+    /// The field has this value; where absent, `default` stands for it.
+    fn must(&self, field: &str, want: &str, default: Option<&str>) -> Result<(), ModelError> {
+        let found = match self.get(field) {
+            Some(v) => v.as_str().map_or_else(|| short(v), String::from),
+            None => default.unwrap_or("nothing").into(),
+        };
+        if found == want {
+            Ok(())
+        } else {
+            Err(self.unsupported(field, want, found))
+        }
+    }
+
+    /// A list of `n` strings.
+    fn names(&self, field: &str, n: usize) -> Result<Option<Vec<String>>, ModelError> {
+        let Some(v) = self.get(field) else {
+            return Ok(None);
+        };
+        let names: Option<Vec<String>> = v
+            .as_array()
+            .and_then(|list| list.iter().map(|s| s.as_str().map(String::from)).collect());
+        match names {
+            Some(names) if names.len() == n => Ok(Some(names)),
+            Some(names) => Err(self.bad(field, format!("{n} strings"), names.len())),
+            None => Err(self.bad(field, format!("{n} strings"), short(v))),
+        }
+    }
+
+    fn choose(
+        &self,
+        field: &str,
+        names: &[String],
+        no: &str,
+        yes: &str,
+    ) -> Result<Vec<bool>, ModelError> {
+        names
+            .iter()
+            .map(|name| match name.as_str() {
+                n if n == no => Ok(false),
+                n if n == yes => Ok(true),
+                n => Err(self.unsupported(field, format!("\"{no}\" or \"{yes}\""), n)),
+            })
+            .collect()
+    }
+
+    /// Token ids: none, one or a list.
+    fn ids(&self, field: &str) -> Result<Vec<u32>, ModelError> {
+        let one = |v: &Value| {
+            v.as_u64()
+                .and_then(|n| u32::try_from(n).ok())
+                .ok_or_else(|| self.bad(field, "token ids", short(v)))
+        };
+        match self.get(field) {
+            None => Ok(Vec::new()),
+            Some(Value::Array(list)) => list.iter().map(one).collect(),
+            Some(v) => Ok(vec![one(v)?]),
+        }
+    }
+}
+
+/// A value's text, cut to a line.
+fn short(v: &Value) -> String {
+    let text = v.to_string();
+    match text.char_indices().nth(60) {
+        None => text,
+        Some((at, _)) => format!("{}…", &text[..at]),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn base() -> Value {
+        serde_json::json!({
+            "model_type": "glm_moe_dsa", "hidden_act": "silu", "vocab_size": 32,
+            "hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 64,
+            "num_hidden_layers": 7, "num_attention_heads": 2, "q_lora_rank": 8,
+            "kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 4,
+            "index_n_heads": 2, "index_head_dim": 8, "index_topk": 4, "n_routed_experts": 8,
+            "num_experts_per_tok": 2, "max_position_embeddings": 64, "first_k_dense_replace": 1,
+            "eos_token_id": 3,
+        })
+    }
+
+    fn parse(change: impl Fn(&mut Map<String, Value>)) -> Result<Config, ModelError> {
+        let Value::Object(mut map) = base() else {
+            unreachable!()
+        };
+        change(&mut map);
+        Config::parse(&Object {
+            file: "config.json".into(),
+            map,
+        })
+    }
+
+    #[test]
+    fn layer_kinds_follow_transformers() {
+        let kinds = |change: fn(&mut Map<String, Value>)| {
+            let c = parse(change).unwrap();
+            c.layers
+                .iter()
+                .map(|l| if l.indexer { 'F' } else { 'S' })
+                .collect::<String>()
+        };
+        assert_eq!(kinds(|_| ()), "FFFFFFF");
+        assert_eq!(
+            kinds(|m| {
+                m.insert("index_topk_freq".into(), 4.into());
+                m.insert("index_skip_topk_offset".into(), 3.into());
+            }),
+            "FFFSSSF"
+        );
+        assert_eq!(
+            kinds(|m| {
+                m.insert("index_topk_pattern".into(), "FSSFSSS".into());
+            }),
+            "FSSFSSS"
+        );
+        let c = parse(|_| ()).unwrap();
+        assert_eq!(c.sparse_layers().collect::<Vec<_>>(), [1, 2, 3, 4, 5, 6]);
+        assert_eq!(c.eos, [3]);
+    }
+
+    #[test]
+    fn what_is_not_computed_is_refused_by_name() {
+        let refused = |field: &str, value: Value| {
+            let e = parse(|m| {
+                m.insert(field.into(), value.clone());
+            })
+            .unwrap_err()
+            .to_string();
+            assert!(e.starts_with("config.json: "), "{e}");
+            assert!(
+                e.contains(field) || field.starts_with("rope"),
+                "{field}: {e}"
+            );
+        };
+        refused("model_type", "llama".into());
+        refused("attention_bias", true.into());
+        refused("hidden_act", "gelu".into());
+        refused("hidden_size", 100.into());
+        refused("hidden_size", 0.into());
+        refused("hidden_size", (-5).into());
+        refused("hidden_size", "big".into());
+        refused("hidden_size", 16384.into());
+        refused("vocab_size", u64::MAX.into());
+        refused("num_experts_per_tok", 9.into());
+        refused("n_group", 3.into());
+        refused(
+            "quantization_config",
+            serde_json::json!({"quant_method": "fp8"}),
+        );
+        refused(
+            "rope_parameters",
+            serde_json::json!({"rope_type": "yarn", "rope_theta": 1e4}),
+        );
+        refused(
+            "indexer_types",
+            serde_json::json!(["shared", "full", "full", "full", "full", "full", "full"]),
+        );
+        refused("mlp_layer_types", serde_json::json!(["dense"]));
+        assert!(
+            parse(|m| {
+                m.remove("kv_lora_rank");
+            })
+            .is_err()
+        );
+    }
+}

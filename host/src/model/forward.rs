@@ -1,0 +1,610 @@
+//! The forward pass, once for all back ends.
+//!
+//! Tokens go through in batches of at most [`CHUNK`]; every operator computes each token alone, so
+//! batching changes no bit. The cache keeps, per layer, latent rows `[c_kv normed | k_rope]`, and
+//! for layers with an indexer its keys.
+
+use super::config::INNER_EPS;
+use super::weights::{Ffn, Indexer, Layer, Mlp, Model, Moe};
+use crate::backend::{Attend, Backend, LoadExperts, Rows, RowsMut, rows, rows_mut};
+
+/// Tokens of a batch.
+pub const CHUNK: usize = 256;
+
+/// Whose logits a forward pass is to give.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Wanted {
+    /// Nobody's: fill the cache only.
+    None,
+    /// The last token's.
+    Last,
+    /// Every token's.
+    All,
+}
+
+/// What is kept of a layer between batches.
+struct Cache<B: Backend> {
+    latent: B::Buf<f32>,
+    index_keys: Option<B::Buf<f32>>,
+}
+
+/// Intermediate values of a batch.
+struct Scratch<B: Backend> {
+    ids: B::Buf<u32>,
+    x: B::Buf<f32>,
+    normed: B::Buf<f32>,
+    projected: B::Buf<f32>,
+    q_latent: B::Buf<f32>,
+    q: B::Buf<f32>,
+    q_absorbed: B::Buf<f32>,
+    attended: B::Buf<f32>,
+    values: B::Buf<f32>,
+    index_key: B::Buf<f32>,
+    index_q: B::Buf<f32>,
+    index_q_turned: B::Buf<f32>,
+    lists: B::Buf<u32>,
+    gate_up: B::Buf<f32>,
+    activated: B::Buf<f32>,
+    router_logits: B::Buf<f32>,
+    expert_ids: B::Buf<u32>,
+    expert_weights: B::Buf<f32>,
+    expert_out: B::Buf<f32>,
+    logits: B::Buf<f32>,
+}
+
+/// One sequence of tokens on a model.
+pub struct Session<B: Backend> {
+    caches: Vec<Cache<B>>,
+    scratch: Scratch<B>,
+    capacity: usize,
+    chunk: usize,
+    position: usize,
+}
+
+impl<B: Backend> Session<B> {
+    /// Tokens so far.
+    pub fn position(&self) -> usize {
+        self.position
+    }
+
+    /// Tokens that it has room for.
+    pub fn capacity(&self) -> usize {
+        self.capacity
+    }
+
+    /// Forgets all tokens.
+    pub fn reset(&mut self) {
+        self.position = 0;
+    }
+}
+
+impl<B: LoadExperts> Model<B> {
+    /// Room for a sequence of `capacity` tokens; `wanted` is the most that any of its forward
+    /// passes will ask for.
+    pub fn session(&self, capacity: usize, wanted: Wanted) -> Result<Session<B>, B::Error> {
+        let (b, c) = (&self.backend, &self.config);
+        let mla = &c.mla;
+        let t = CHUNK.min(capacity).max(1);
+        let width = mla.latent + mla.rope;
+        let caches = c
+            .layers
+            .iter()
+            .map(|kind| {
+                Ok(Cache {
+                    latent: b.alloc(capacity * width)?,
+                    index_keys: if kind.indexer {
+                        Some(b.alloc(capacity * c.index.dim)?)
+                    } else {
+                        None
+                    },
+                })
+            })
+            .collect::<Result<_, B::Error>>()?;
+        // Lists are only computed once a sequence is longer than they are.
+        let sparse = capacity > c.index.top_k;
+        let index_q = if sparse {
+            t * c.index.heads * c.index.dim
+        } else {
+            0
+        };
+        let ffn = c.intermediate.max(c.shared_intermediate);
+        let scratch = Scratch {
+            ids: b.alloc(t)?,
+            x: b.alloc(t * c.hidden)?,
+            normed: b.alloc(t * c.hidden)?,
+            projected: b.alloc(t * self.columns.stride)?,
+            q_latent: b.alloc(t * c.q_lora)?,
+            q: b.alloc(t * mla.heads * (mla.nope + mla.rope))?,
+            q_absorbed: b.alloc(t * mla.heads * width)?,
+            attended: b.alloc(t * mla.heads * mla.latent)?,
+            values: b.alloc(t * mla.heads * mla.value)?,
+            index_key: b.alloc(t * c.index.dim)?,
+            index_q: b.alloc(index_q)?,
+            index_q_turned: b.alloc(index_q)?,
+            lists: b.alloc(if sparse { t * c.index.top_k } else { 0 })?,
+            gate_up: b.alloc(t * 2 * ffn)?,
+            activated: b.alloc(t * ffn)?,
+            router_logits: b.alloc(t * c.router.experts)?,
+            expert_ids: b.alloc(t * c.router.top_k)?,
+            expert_weights: b.alloc(t * c.router.top_k)?,
+            expert_out: b.alloc(t * c.hidden)?,
+            logits: b.alloc(c.vocab * if wanted == Wanted::All { t } else { 1 })?,
+        };
+        Ok(Session {
+            caches,
+            scratch,
+            capacity,
+            chunk: t,
+            position: 0,
+        })
+    }
+
+    /// Appends `ids` to the session's sequence. Returns the wanted rows of logits,
+    /// `[rows, vocab]`.
+    ///
+    /// # Panics
+    /// If the session has no room for them; callers bound their input first.
+    pub fn forward(
+        &self,
+        session: &mut Session<B>,
+        ids: &[u32],
+        wanted: Wanted,
+    ) -> Result<Vec<f32>, B::Error> {
+        self.forward_traced(session, ids, wanted, None)
+    }
+
+    /// As [`Model::forward`]; `trace` receives the last token's hidden state after the embedding,
+    /// after each layer but the last, and after the final norm, as Hugging Face's
+    /// `output_hidden_states` lists them.
+    pub fn forward_traced(
+        &self,
+        session: &mut Session<B>,
+        ids: &[u32],
+        wanted: Wanted,
+        mut trace: Option<&mut Vec<Vec<f32>>>,
+    ) -> Result<Vec<f32>, B::Error> {
+        assert!(
+            ids.len() <= session.capacity - session.position,
+            "{} tokens at {} of {}",
+            ids.len(),
+            session.position,
+            session.capacity
+        );
+        let mut logits = Vec::new();
+        let batches = ids.len().div_ceil(session.chunk);
+        for (i, batch) in ids.chunks(session.chunk).enumerate() {
+            let last = i + 1 == batches;
+            let trace = if last { trace.take() } else { None };
+            self.batch(session, batch, trace)?;
+            let tokens = match wanted {
+                Wanted::All => batch.len(),
+                Wanted::Last if last => 1,
+                _ => 0,
+            };
+            self.head(session, batch.len(), tokens, &mut logits)?;
+            session.position += batch.len();
+        }
+        Ok(logits)
+    }
+
+    /// One batch up to the last layer; its hidden states stay in the scratch's `x`.
+    fn batch(
+        &self,
+        session: &mut Session<B>,
+        ids: &[u32],
+        mut trace: Option<&mut Vec<Vec<f32>>>,
+    ) -> Result<(), B::Error> {
+        let (b, c) = (&self.backend, &self.config);
+        let (first, tokens) = (session.position, ids.len());
+        let s = &mut session.scratch;
+        b.write(&mut s.ids, 0, ids)?;
+        b.embed(
+            &self.embedding,
+            &s.ids,
+            c.hidden,
+            tokens,
+            rows_mut(&mut s.x, c.hidden),
+        )?;
+        for (layer, cache) in self.layers.iter().zip(&mut session.caches) {
+            if let Some(trace) = trace.as_deref_mut() {
+                let mut x = vec![0.0; c.hidden];
+                b.read(&s.x, (tokens - 1) * c.hidden, &mut x)?;
+                trace.push(x);
+            }
+            self.attention(layer, cache, s, first, tokens)?;
+            b.rms_norm(
+                rows(&s.x, c.hidden),
+                &layer.post_norm,
+                c.eps,
+                c.hidden,
+                tokens,
+                rows_mut(&mut s.normed, c.hidden),
+            )?;
+            match &layer.mlp {
+                Mlp::Dense(ffn) => {
+                    self.ffn(
+                        ffn,
+                        &s.normed,
+                        &mut s.gate_up,
+                        &mut s.activated,
+                        &mut s.x,
+                        tokens,
+                    )?;
+                }
+                Mlp::Sparse(moe) => self.moe(moe, s, tokens)?,
+            }
+        }
+        if let Some(trace) = trace {
+            let mut x = vec![0.0; c.hidden];
+            b.rms_norm(
+                last_row(&s.x, c.hidden, tokens),
+                &self.norm,
+                c.eps,
+                c.hidden,
+                1,
+                rows_mut(&mut s.normed, c.hidden),
+            )?;
+            b.read(&s.normed, 0, &mut x)?;
+            trace.push(x);
+        }
+        Ok(())
+    }
+
+    /// `x += o_proj(attention(norm(x)))`; extends the layer's cache.
+    fn attention(
+        &self,
+        layer: &Layer<B>,
+        cache: &mut Cache<B>,
+        s: &mut Scratch<B>,
+        first: usize,
+        tokens: usize,
+    ) -> Result<(), B::Error> {
+        let (b, c, mla, col) = (&self.backend, &self.config, &self.config.mla, &self.columns);
+        let width = mla.latent + mla.rope;
+        let q_head = mla.nope + mla.rope;
+        b.rms_norm(
+            rows(&s.x, c.hidden),
+            &layer.input_norm,
+            c.eps,
+            c.hidden,
+            tokens,
+            rows_mut(&mut s.normed, c.hidden),
+        )?;
+        b.linear(
+            rows(&s.normed, c.hidden),
+            &layer.input,
+            col.width[layer.indexer.is_some() as usize],
+            c.hidden,
+            tokens,
+            false,
+            rows_mut(&mut s.projected, col.stride),
+        )?;
+        let projected = |offset| Rows {
+            buf: &s.projected,
+            offset,
+            stride: col.stride,
+        };
+        b.rms_norm(
+            projected(0),
+            &layer.q_norm,
+            INNER_EPS,
+            c.q_lora,
+            tokens,
+            rows_mut(&mut s.q_latent, c.q_lora),
+        )?;
+        b.linear(
+            rows(&s.q_latent, c.q_lora),
+            &layer.q_b,
+            mla.heads * q_head,
+            c.q_lora,
+            tokens,
+            false,
+            rows_mut(&mut s.q, mla.heads * q_head),
+        )?;
+        b.absorb_query(
+            rows(&s.q, mla.heads * q_head),
+            &layer.kv_b,
+            mla,
+            tokens,
+            rows_mut(&mut s.q_absorbed, mla.heads * width),
+        )?;
+        b.rope(
+            Rows {
+                buf: &s.q,
+                offset: mla.nope,
+                stride: mla.heads * q_head,
+            },
+            q_head,
+            mla.heads,
+            mla.rope,
+            0,
+            &self.inv_freq,
+            first,
+            tokens,
+            RowsMut {
+                buf: &mut s.q_absorbed,
+                offset: mla.latent,
+                stride: mla.heads * width,
+            },
+            width,
+        )?;
+        b.rms_norm(
+            projected(col.latent),
+            &layer.kv_norm,
+            INNER_EPS,
+            mla.latent,
+            tokens,
+            RowsMut {
+                buf: &mut cache.latent,
+                offset: first * width,
+                stride: width,
+            },
+        )?;
+        b.rope(
+            projected(col.rope),
+            mla.rope,
+            1,
+            mla.rope,
+            0,
+            &self.inv_freq,
+            first,
+            tokens,
+            RowsMut {
+                buf: &mut cache.latent,
+                offset: first * width + mla.latent,
+                stride: width,
+            },
+            mla.rope,
+        )?;
+        // Lists that hold every position say no more than causality does.
+        let listed = first + tokens > c.index.top_k;
+        if let (Some(indexer), Some(keys)) = (&layer.indexer, &mut cache.index_keys) {
+            self.index(indexer, keys, s, first, tokens, listed)?;
+        }
+        let attend = if listed {
+            Attend::Listed {
+                lists: &s.lists,
+                top_k: c.index.top_k,
+            }
+        } else {
+            Attend::Causal
+        };
+        b.attention(
+            rows(&s.q_absorbed, mla.heads * width),
+            &cache.latent,
+            attend,
+            mla,
+            first,
+            tokens,
+            rows_mut(&mut s.attended, mla.heads * mla.latent),
+        )?;
+        b.expand_value(
+            rows(&s.attended, mla.heads * mla.latent),
+            &layer.kv_b,
+            mla,
+            tokens,
+            rows_mut(&mut s.values, mla.heads * mla.value),
+        )?;
+        b.linear(
+            rows(&s.values, mla.heads * mla.value),
+            &layer.o,
+            c.hidden,
+            mla.heads * mla.value,
+            tokens,
+            true,
+            rows_mut(&mut s.x, c.hidden),
+        )
+    }
+
+    /// Appends the indexer's keys; where `listed`, also chooses each token's positions.
+    fn index(
+        &self,
+        indexer: &Indexer<B>,
+        keys: &mut B::Buf<f32>,
+        s: &mut Scratch<B>,
+        first: usize,
+        tokens: usize,
+        listed: bool,
+    ) -> Result<(), B::Error> {
+        let (b, c, col) = (&self.backend, &self.config, &self.columns);
+        let (rope, index) = (c.mla.rope, &c.index);
+        let projected = |offset| Rows {
+            buf: &s.projected,
+            offset,
+            stride: col.stride,
+        };
+        b.layer_norm(
+            projected(col.index_key),
+            &indexer.key_norm,
+            &indexer.key_bias,
+            INNER_EPS,
+            index.dim,
+            tokens,
+            rows_mut(&mut s.index_key, index.dim),
+        )?;
+        b.rope(
+            rows(&s.index_key, index.dim),
+            index.dim,
+            1,
+            rope,
+            index.dim - rope,
+            &self.inv_freq,
+            first,
+            tokens,
+            RowsMut {
+                buf: keys,
+                offset: first * index.dim,
+                stride: index.dim,
+            },
+            index.dim,
+        )?;
+        if !listed {
+            return Ok(());
+        }
+        let q_width = index.heads * index.dim;
+        b.linear(
+            rows(&s.q_latent, c.q_lora),
+            &indexer.query,
+            q_width,
+            c.q_lora,
+            tokens,
+            false,
+            rows_mut(&mut s.index_q, q_width),
+        )?;
+        b.rope(
+            rows(&s.index_q, q_width),
+            index.dim,
+            index.heads,
+            rope,
+            index.dim - rope,
+            &self.inv_freq,
+            first,
+            tokens,
+            rows_mut(&mut s.index_q_turned, q_width),
+            index.dim,
+        )?;
+        b.index(
+            rows(&s.index_q_turned, q_width),
+            keys,
+            projected(col.index_weights),
+            index,
+            first,
+            tokens,
+            &mut s.lists,
+        )
+    }
+
+    /// `out += down(silu(gate(x)) * up(x))`.
+    fn ffn(
+        &self,
+        ffn: &Ffn<B>,
+        x: &B::Buf<f32>,
+        gate_up: &mut B::Buf<f32>,
+        activated: &mut B::Buf<f32>,
+        out: &mut B::Buf<f32>,
+        tokens: usize,
+    ) -> Result<(), B::Error> {
+        let (b, hidden, width) = (&self.backend, self.config.hidden, ffn.width);
+        b.linear(
+            rows(x, hidden),
+            &ffn.gate_up,
+            2 * width,
+            hidden,
+            tokens,
+            false,
+            rows_mut(gate_up, 2 * width),
+        )?;
+        b.silu_mul(
+            rows(gate_up, 2 * width),
+            Rows {
+                buf: gate_up,
+                offset: width,
+                stride: 2 * width,
+            },
+            width,
+            tokens,
+            rows_mut(activated, width),
+        )?;
+        b.linear(
+            rows(activated, width),
+            &ffn.down,
+            hidden,
+            width,
+            tokens,
+            true,
+            rows_mut(out, hidden),
+        )
+    }
+
+    /// `x += routed experts + shared expert`, of the normed hidden states.
+    fn moe(&self, moe: &Moe<B>, s: &mut Scratch<B>, tokens: usize) -> Result<(), B::Error> {
+        let (b, c) = (&self.backend, &self.config);
+        let router = &c.router;
+        b.linear(
+            rows(&s.normed, c.hidden),
+            &moe.router,
+            router.experts,
+            c.hidden,
+            tokens,
+            false,
+            rows_mut(&mut s.router_logits, router.experts),
+        )?;
+        b.route(
+            rows(&s.router_logits, router.experts),
+            &moe.bias,
+            router,
+            tokens,
+            &mut s.expert_ids,
+            &mut s.expert_weights,
+        )?;
+        b.experts(
+            &moe.experts,
+            rows(&s.normed, c.hidden),
+            &s.expert_ids,
+            &s.expert_weights,
+            router.top_k,
+            tokens,
+            rows_mut(&mut s.expert_out, c.hidden),
+        )?;
+        self.ffn(
+            &moe.shared,
+            &s.normed,
+            &mut s.gate_up,
+            &mut s.activated,
+            &mut s.expert_out,
+            tokens,
+        )?;
+        b.add(
+            rows(&s.expert_out, c.hidden),
+            c.hidden,
+            tokens,
+            rows_mut(&mut s.x, c.hidden),
+        )
+    }
+
+    /// Appends the logits of the batch's last `wanted` tokens to `out`.
+    fn head(
+        &self,
+        session: &mut Session<B>,
+        tokens: usize,
+        wanted: usize,
+        out: &mut Vec<f32>,
+    ) -> Result<(), B::Error> {
+        if wanted == 0 {
+            return Ok(());
+        }
+        let (b, c, s) = (&self.backend, &self.config, &mut session.scratch);
+        b.rms_norm(
+            Rows {
+                buf: &s.x,
+                offset: (tokens - wanted) * c.hidden,
+                stride: c.hidden,
+            },
+            &self.norm,
+            c.eps,
+            c.hidden,
+            wanted,
+            rows_mut(&mut s.normed, c.hidden),
+        )?;
+        b.linear(
+            rows(&s.normed, c.hidden),
+            self.head.as_ref().unwrap_or(&self.embedding),
+            c.vocab,
+            c.hidden,
+            wanted,
+            false,
+            rows_mut(&mut s.logits, c.vocab),
+        )?;
+        let at = out.len();
+        out.resize(at + wanted * c.vocab, 0.0);
+        b.read(&s.logits, 0, &mut out[at..])
+    }
+}
+
+fn last_row<B>(x: &B, cols: usize, tokens: usize) -> Rows<'_, B> {
+    Rows {
+        buf: x,
+        offset: (tokens - 1) * cols,
+        stride: cols,
+    }
+}

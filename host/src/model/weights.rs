@@ -1,0 +1,391 @@
+//! Weights on a back end.
+
+use std::path::Path;
+
+use super::config::{Config, LayerKind};
+use super::directory::{Dense, RawExperts};
+use super::error::ModelError;
+use crate::backend::{LayerExperts, LoadExperts};
+use crate::expert::{ExpertShape, Form, Tier};
+
+/// Where routed experts come from.
+pub enum Source {
+    /// `experts.safetensors`.
+    Raw(RawExperts),
+}
+
+impl Source {
+    /// Geometry of the experts.
+    pub fn shape(&self) -> ExpertShape {
+        match self {
+            Source::Raw(raw) => raw.shape(),
+        }
+    }
+}
+
+/// Experts of a model by tier.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Placement {
+    /// The tier they all are in.
+    pub tier: Tier,
+    /// Experts, over all layers.
+    pub experts: usize,
+    /// Bytes they take there.
+    pub bytes: u64,
+}
+
+/// A feed-forward network: `[gate; up]` in one matrix of `2 * width` rows, and `down`.
+pub(super) struct Ffn<B: LoadExperts> {
+    pub width: usize,
+    pub gate_up: B::Buf<u16>,
+    pub down: B::Buf<u16>,
+}
+
+/// A layer's own indexer.
+pub(super) struct Indexer<B: LoadExperts> {
+    pub query: B::Buf<u16>,
+    pub key_norm: B::Buf<u16>,
+    pub key_bias: B::Buf<u16>,
+}
+
+/// A router with its experts.
+pub(super) struct Moe<B: LoadExperts> {
+    pub router: B::Buf<u16>,
+    pub bias: B::Buf<f32>,
+    pub experts: B::Experts,
+    pub shared: Ffn<B>,
+}
+
+pub(super) enum Mlp<B: LoadExperts> {
+    Dense(Ffn<B>),
+    Sparse(Moe<B>),
+}
+
+pub(super) struct Layer<B: LoadExperts> {
+    pub input_norm: B::Buf<u16>,
+    /// All that multiplies the normed input: rows of `q_a`, `kv_a`, and where the layer has an
+    /// indexer `wk` and `weights_proj` ([`Columns`]).
+    pub input: B::Buf<u16>,
+    pub q_norm: B::Buf<u16>,
+    pub q_b: B::Buf<u16>,
+    pub kv_norm: B::Buf<u16>,
+    pub kv_b: B::Buf<u16>,
+    pub o: B::Buf<u16>,
+    pub post_norm: B::Buf<u16>,
+    pub indexer: Option<Indexer<B>>,
+    pub mlp: Mlp<B>,
+}
+
+/// Where the parts of a layer's projected input are.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Columns {
+    pub latent: usize,
+    pub rope: usize,
+    pub index_key: usize,
+    pub index_weights: usize,
+    /// All of it, with an indexer and without one.
+    pub width: [usize; 2],
+    /// From row to row; keeps rows 32-byte aligned.
+    pub stride: usize,
+}
+
+impl Columns {
+    pub fn new(c: &Config) -> Self {
+        let latent = c.q_lora;
+        let rope = latent + c.mla.latent;
+        let index_key = rope + c.mla.rope;
+        let index_weights = index_key + c.index.dim;
+        let width = index_weights + c.index.heads;
+        Self {
+            latent,
+            rope,
+            index_key,
+            index_weights,
+            width: [index_key, width],
+            stride: width.next_multiple_of(8),
+        }
+    }
+}
+
+/// A model whose weights are on back end `B`.
+pub struct Model<B: LoadExperts> {
+    pub(super) backend: B,
+    pub(super) config: Config,
+    pub(super) columns: Columns,
+    pub(super) embedding: B::Buf<u16>,
+    pub(super) layers: Vec<Layer<B>>,
+    pub(super) norm: B::Buf<u16>,
+    /// `None` where it is the embedding table.
+    pub(super) head: Option<B::Buf<u16>>,
+    pub(super) inv_freq: B::Buf<f32>,
+    placement: Placement,
+    rounded: usize,
+}
+
+/// A tensor's name within layer `l`.
+fn at(l: usize, name: &str) -> String {
+    format!("model.layers.{l}.{name}")
+}
+
+/// Names and shapes of every dense tensor that the model needs.
+fn inventory(c: &Config) -> Vec<(String, Vec<usize>)> {
+    let mla = &c.mla;
+    let mut list = vec![
+        (
+            "model.embed_tokens.weight".to_string(),
+            vec![c.vocab, c.hidden],
+        ),
+        ("model.norm.weight".into(), vec![c.hidden]),
+    ];
+    if !c.tied {
+        list.push(("lm_head.weight".into(), vec![c.vocab, c.hidden]));
+    }
+    for (l, kind) in c.layers.iter().enumerate() {
+        let mut add = |name: &str, shape: &[usize]| list.push((at(l, name), shape.to_vec()));
+        add("input_layernorm.weight", &[c.hidden]);
+        add("post_attention_layernorm.weight", &[c.hidden]);
+        add("self_attn.q_a_proj.weight", &[c.q_lora, c.hidden]);
+        add("self_attn.q_a_layernorm.weight", &[c.q_lora]);
+        add(
+            "self_attn.q_b_proj.weight",
+            &[mla.heads * (mla.nope + mla.rope), c.q_lora],
+        );
+        add(
+            "self_attn.kv_a_proj_with_mqa.weight",
+            &[mla.latent + mla.rope, c.hidden],
+        );
+        add("self_attn.kv_a_layernorm.weight", &[mla.latent]);
+        add(
+            "self_attn.kv_b_proj.weight",
+            &[mla.heads * (mla.nope + mla.value), mla.latent],
+        );
+        add(
+            "self_attn.o_proj.weight",
+            &[c.hidden, mla.heads * mla.value],
+        );
+        if kind.indexer {
+            add(
+                "self_attn.indexer.wq_b.weight",
+                &[c.index.heads * c.index.dim, c.q_lora],
+            );
+            add("self_attn.indexer.wk.weight", &[c.index.dim, c.hidden]);
+            add("self_attn.indexer.k_norm.weight", &[c.index.dim]);
+            add("self_attn.indexer.k_norm.bias", &[c.index.dim]);
+            add(
+                "self_attn.indexer.weights_proj.weight",
+                &[c.index.heads, c.hidden],
+            );
+        }
+        let ffn = if kind.sparse {
+            add("mlp.gate.weight", &[c.router.experts, c.hidden]);
+            add("mlp.gate.e_score_correction_bias", &[c.router.experts]);
+            ("mlp.shared_experts.", c.shared_intermediate)
+        } else {
+            ("mlp.", c.intermediate)
+        };
+        add(&format!("{}gate_proj.weight", ffn.0), &[ffn.1, c.hidden]);
+        add(&format!("{}up_proj.weight", ffn.0), &[ffn.1, c.hidden]);
+        add(&format!("{}down_proj.weight", ffn.0), &[c.hidden, ffn.1]);
+    }
+    list
+}
+
+struct Loader<'a, B> {
+    backend: &'a B,
+    dense: &'a Dense,
+    config: &'a Config,
+    bits: Vec<u16>,
+}
+
+impl<B: LoadExperts> Loader<'_, B> {
+    fn place<T>(&self, what: &str, placed: Result<T, B::Error>) -> Result<T, ModelError> {
+        placed.map_err(|e| ModelError::Place {
+            what: what.into(),
+            source: Box::new(e),
+        })
+    }
+
+    /// Tensors of equal row length below one another.
+    fn stack(&mut self, parts: &[(&str, &[usize])]) -> Result<B::Buf<u16>, ModelError> {
+        let mut bits = std::mem::take(&mut self.bits);
+        bits.clear();
+        for (name, shape) in parts {
+            self.dense.bf16(name, shape, &mut bits)?;
+        }
+        let placed = self.place(parts[0].0, self.backend.upload(&bits));
+        self.bits = bits;
+        placed
+    }
+
+    fn one(&mut self, name: &str, shape: &[usize]) -> Result<B::Buf<u16>, ModelError> {
+        self.stack(&[(name, shape)])
+    }
+
+    fn ffn(&mut self, l: usize, prefix: &str, width: usize) -> Result<Ffn<B>, ModelError> {
+        let hidden = self.config.hidden;
+        let name = |part: &str| at(l, &format!("{prefix}{part}.weight"));
+        Ok(Ffn {
+            width,
+            gate_up: self.stack(&[
+                (&name("gate_proj"), &[width, hidden]),
+                (&name("up_proj"), &[width, hidden]),
+            ])?,
+            down: self.one(&name("down_proj"), &[hidden, width])?,
+        })
+    }
+
+    fn layer(
+        &mut self,
+        l: usize,
+        kind: LayerKind,
+        source: &Source,
+        form: Form,
+    ) -> Result<Layer<B>, ModelError> {
+        let c = self.config;
+        let mla = &c.mla;
+        let attn = |part: &str| at(l, &format!("self_attn.{part}.weight"));
+        let (q_a, kv_a) = (attn("q_a_proj"), attn("kv_a_proj_with_mqa"));
+        let (wk, weights) = (attn("indexer.wk"), attn("indexer.weights_proj"));
+        let shapes = [
+            [c.q_lora, c.hidden],
+            [mla.latent + mla.rope, c.hidden],
+            [c.index.dim, c.hidden],
+            [c.index.heads, c.hidden],
+        ];
+        let parts: [(&str, &[usize]); 4] = [
+            (&q_a, &shapes[0]),
+            (&kv_a, &shapes[1]),
+            (&wk, &shapes[2]),
+            (&weights, &shapes[3]),
+        ];
+        let input = self.stack(&parts[..if kind.indexer { 4 } else { 2 }])?;
+        let indexer = if kind.indexer {
+            Some(Indexer {
+                query: self.one(
+                    &attn("indexer.wq_b"),
+                    &[c.index.heads * c.index.dim, c.q_lora],
+                )?,
+                key_norm: self.one(&attn("indexer.k_norm"), &[c.index.dim])?,
+                key_bias: self.one(&at(l, "self_attn.indexer.k_norm.bias"), &[c.index.dim])?,
+            })
+        } else {
+            None
+        };
+        let mlp = if kind.sparse {
+            let bias = self.dense.f32(
+                &at(l, "mlp.gate.e_score_correction_bias"),
+                &[c.router.experts],
+            )?;
+            let experts = match source {
+                Source::Raw(raw) => LayerExperts::Raw(raw.layer(l)?),
+            };
+            Mlp::Sparse(Moe {
+                router: self.one(&at(l, "mlp.gate.weight"), &[c.router.experts, c.hidden])?,
+                bias: self.place("e_score_correction_bias", self.backend.upload(&bias))?,
+                experts: self.place(
+                    &format!("the experts of layer {l}"),
+                    self.backend.load_experts(experts, source.shape(), form),
+                )?,
+                shared: self.ffn(l, "mlp.shared_experts.", c.shared_intermediate)?,
+            })
+        } else {
+            Mlp::Dense(self.ffn(l, "mlp.", c.intermediate)?)
+        };
+        Ok(Layer {
+            input_norm: self.one(&at(l, "input_layernorm.weight"), &[c.hidden])?,
+            input,
+            q_norm: self.one(&attn("q_a_layernorm"), &[c.q_lora])?,
+            q_b: self.one(
+                &attn("q_b_proj"),
+                &[mla.heads * (mla.nope + mla.rope), c.q_lora],
+            )?,
+            kv_norm: self.one(&attn("kv_a_layernorm"), &[mla.latent])?,
+            kv_b: self.one(
+                &attn("kv_b_proj"),
+                &[mla.heads * (mla.nope + mla.value), mla.latent],
+            )?,
+            o: self.one(&attn("o_proj"), &[c.hidden, mla.heads * mla.value])?,
+            post_norm: self.one(&at(l, "post_attention_layernorm.weight"), &[c.hidden])?,
+            indexer,
+            mlp,
+        })
+    }
+}
+
+impl<B: LoadExperts> Model<B> {
+    /// Places the model of directory `dir`, its experts from `source`. Every shape is checked
+    /// before anything is allocated. `progress` is called with each layer done.
+    pub fn load(
+        backend: B,
+        dir: &Path,
+        config: Config,
+        source: &Source,
+        form: Form,
+        mut progress: impl FnMut(usize),
+    ) -> Result<Self, ModelError> {
+        let dense = Dense::open(dir)?;
+        for (name, shape) in inventory(&config) {
+            dense.check(&name, &shape)?;
+        }
+        let mut loader = Loader {
+            backend: &backend,
+            dense: &dense,
+            config: &config,
+            bits: Vec::new(),
+        };
+        let table = [config.vocab, config.hidden];
+        let embedding = loader.one("model.embed_tokens.weight", &table)?;
+        let head = if config.tied {
+            None
+        } else {
+            Some(loader.one("lm_head.weight", &table)?)
+        };
+        let norm = loader.one("model.norm.weight", &[config.hidden])?;
+        let inv_freq = loader.place("inv_freq", backend.upload(&config.inv_freq()))?;
+        let mut layers = Vec::with_capacity(config.layers.len());
+        for (l, kind) in config.layers.iter().enumerate() {
+            layers.push(loader.layer(l, *kind, source, form)?);
+            progress(l + 1);
+        }
+        let experts = config.sparse_layers().count() * config.router.experts;
+        let placement = match source {
+            Source::Raw(raw) => Placement {
+                tier: Tier::Raw,
+                experts,
+                bytes: experts as u64 * raw.shape().raw_bytes() as u64,
+            },
+        };
+        Ok(Self {
+            columns: Columns::new(&config),
+            rounded: dense.rounded(),
+            backend,
+            config,
+            embedding,
+            layers,
+            norm,
+            head,
+            inv_freq,
+            placement,
+        })
+    }
+
+    /// The model's geometry.
+    pub fn config(&self) -> &Config {
+        &self.config
+    }
+
+    /// The back end.
+    pub fn backend(&self) -> &B {
+        &self.backend
+    }
+
+    /// Where the experts are.
+    pub fn placement(&self) -> Placement {
+        self.placement
+    }
+
+    /// Dense tensors that were f32 and lost bits as bf16.
+    pub fn rounded(&self) -> usize {
+        self.rounded
+    }
+}

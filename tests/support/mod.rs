@@ -1,0 +1,95 @@
+//! What several integration tests need: where data is, converted models, oracles.
+#![allow(dead_code)]
+
+use std::path::{Path, PathBuf};
+
+use host::convert::convert;
+use host::expert::ScaleKind;
+use serde::Deserialize;
+
+/// `tests/data` of the repository, or `$ANSATZ_TEST_DATA` in a bundle.
+pub fn data() -> PathBuf {
+    match std::env::var_os("ANSATZ_TEST_DATA") {
+        Some(dir) => dir.into(),
+        None => Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/data"),
+    }
+}
+
+/// The directory of data too large for the repository, where there is one.
+pub fn shared() -> Option<PathBuf> {
+    let dir = match std::env::var_os("ANSATZ_SHARED") {
+        Some(dir) => PathBuf::from(dir),
+        None => Path::new(env!("CARGO_MANIFEST_DIR")).join("../../shared"),
+    };
+    dir.is_dir().then_some(dir)
+}
+
+/// A model directory made from a checkpoint; `None`, loudly, where the checkpoint is not here.
+pub fn converted(model: &str, scales: ScaleKind) -> Option<tempfile::TempDir> {
+    let checkpoint = match model {
+        "tiny-dsa" => data().join("tiny-dsa-hf"),
+        _ => match shared() {
+            Some(dir) => dir.join("models").join(format!("{model}-hf")),
+            None => {
+                eprintln!(
+                    "SKIPPED: no {model} checkpoint; set ANSATZ_SHARED to where models/{model}-hf is"
+                );
+                return None;
+            }
+        },
+    };
+    let dir = tempfile::tempdir().unwrap();
+    convert(
+        &checkpoint,
+        &dir.path().join("model"),
+        scales,
+        false,
+        |_, _| (),
+    )
+    .unwrap();
+    Some(dir)
+}
+
+/// An oracle file.
+#[derive(Deserialize)]
+pub struct Oracle {
+    pub val_nll: Option<f64>,
+    pub cases: Vec<Case>,
+}
+
+/// One prompt of an oracle file.
+#[derive(Deserialize)]
+pub struct Case {
+    pub prompt: Option<String>,
+    pub input_ids: Vec<u32>,
+    pub last_logits: Vec<f32>,
+    #[serde(default)]
+    pub hidden_last_token: Vec<Vec<f32>>,
+    pub greedy: Vec<u32>,
+    pub greedy_margin: Vec<f32>,
+}
+
+/// The oracle of a model and scale kind.
+pub fn oracle(model: &str, scales: ScaleKind) -> Oracle {
+    let kind = match scales {
+        ScaleKind::Row => "row",
+        ScaleKind::G64 => "g64",
+    };
+    let file = data().join("oracles").join(format!("{model}-{kind}.json"));
+    serde_json::from_slice(&std::fs::read(file).unwrap()).unwrap()
+}
+
+/// Root mean square of `a - b` over the standard deviation of `b`.
+pub fn deviation(a: &[f32], b: &[f32]) -> f64 {
+    assert_eq!(a.len(), b.len());
+    let n = b.len() as f64;
+    let mean = b.iter().map(|x| *x as f64).sum::<f64>() / n;
+    let var = b.iter().map(|x| (*x as f64 - mean).powi(2)).sum::<f64>() / n;
+    let err = a
+        .iter()
+        .zip(b)
+        .map(|(a, b)| (*a as f64 - *b as f64).powi(2))
+        .sum::<f64>()
+        / n;
+    (err / var).sqrt()
+}
