@@ -10,6 +10,7 @@ pub mod reference;
 
 use bytemuck::Pod;
 
+use crate::archive::{LayerRecords, Record};
 use crate::expert::{ExpertShape, Form, RawMatrix};
 
 /// A strided view of rows to read: row `t` starts at `offset + t * stride` (elements).
@@ -346,6 +347,13 @@ pub trait Backend {
 pub enum LayerExperts<'a> {
     /// Gate, up and down of each expert as raw int4.
     Raw(Vec<[RawMatrix<'a>; 3]>),
+    /// As the archive has them.
+    Coded {
+        /// Their layer: tables, and the archive.
+        layer: LayerRecords<'a>,
+        /// All of the layer's records, checked.
+        records: Vec<Record<'a>>,
+    },
 }
 
 /// A back end that can place routed experts.

@@ -51,6 +51,9 @@ pub enum ReferenceError {
         /// Scales expected.
         want_scales: usize,
     },
+    /// A record that does not decode.
+    #[error(transparent)]
+    Archive(#[from] crate::archive::ArchiveError),
     /// A column count that no kernel takes.
     #[error("experts of {0} columns: expected a multiple of 64 from 64 to 8192")]
     Columns(usize),
@@ -600,7 +603,13 @@ impl LoadExperts for Reference {
         shape: ExpertShape,
         _form: Form,
     ) -> Result<Experts> {
-        let LayerExperts::Raw(raw) = layer;
+        let raw = match layer {
+            LayerExperts::Raw(raw) => raw,
+            LayerExperts::Coded { records, .. } => records
+                .iter()
+                .map(|r| r.decode_all())
+                .collect::<std::result::Result<_, _>>()?,
+        };
         for cols in [shape.hidden, shape.intermediate] {
             Folds::new(cols).ok_or(ReferenceError::Columns(cols))?;
         }

@@ -12,11 +12,15 @@ use rayon::prelude::*;
 use safetensors::tensor::Dtype;
 use serde_json::Value;
 
-use crate::expert::{MatrixKind, ScaleKind};
+use crate::archive::{Digest, expert_digest, fingerprint};
+use crate::expert::{MatrixKind, RawMatrix, ScaleKind};
 use crate::interrupt;
 use crate::model::config::Config;
-use crate::model::directory::{DENSE_FILE, EXPERTS_FILE, EXPERTS_KEY, expert_tensor};
+use crate::model::directory::{
+    DENSE_FILE, EXPERTS_FILE, EXPERTS_KEY, FINGERPRINT_KEY, expert_tensor,
+};
 use crate::model::error::ModelError;
+use crate::model::hex;
 use crate::model::tensors::{Entry, Tensor, TensorFile, TensorWriter, f32s, u16s};
 
 const FETCH: &str = "fetch the checkpoint again";
@@ -249,7 +253,7 @@ fn expert_weights<'a>(
             part(&down, n, e),
         ]);
     }
-    let one = |kind: MatrixKind| {
+    let one = |kind: MatrixKind| -> Result<Weights<'a>, ModelError> {
         let (rows, cols) = config.expert_shape(ScaleKind::Row).dims(kind);
         let t = checkpoint.shaped(&expert_tensor(layer, e, kind), &[rows, cols])?;
         Ok(Weights {
@@ -406,8 +410,7 @@ pub fn convert(
                 .map_err(|e| ModelError::io(&source, e, "check the space left on the disk"))?;
         }
     }
-    write_dense(&checkpoint, &config, scales, staged.path(), &mut summary)?;
-    write_experts(
+    let digests = write_experts(
         &checkpoint,
         &config,
         scales,
@@ -415,6 +418,20 @@ pub fn convert(
         &mut summary,
         |n| progress(n, sparse.len()),
     )?;
+    let layers: Vec<u32> = sparse.iter().map(|l| *l as u32).collect();
+    let shape = config.expert_shape(scales);
+    let fingerprint = hex(&fingerprint(
+        &shape,
+        &layers,
+        config.router.experts,
+        &digests,
+    ));
+    let metadata = [
+        ("format", "pt"),
+        (EXPERTS_KEY, scales.name()),
+        (FINGERPRINT_KEY, &fingerprint),
+    ];
+    write_dense(&checkpoint, &config, &metadata, staged.path(), &mut summary)?;
     staged.commit()?;
     Ok(summary)
 }
@@ -422,7 +439,7 @@ pub fn convert(
 fn write_dense(
     checkpoint: &Checkpoint,
     config: &Config,
-    scales: ScaleKind,
+    metadata: &[(&str, &str)],
     dir: &Path,
     summary: &mut Summary,
 ) -> Result<(), ModelError> {
@@ -450,8 +467,7 @@ fn write_dense(
             bytes: t.bytes.len(),
         })
         .collect();
-    let metadata = [("format", "pt"), (EXPERTS_KEY, scales.name())];
-    let mut out = TensorWriter::create(&dir.join(DENSE_FILE), entries, &metadata)?;
+    let mut out = TensorWriter::create(&dir.join(DENSE_FILE), entries, metadata)?;
     for (_, tensor) in &kept {
         if interrupt::requested() {
             return Err(ModelError::Interrupted);
@@ -470,7 +486,7 @@ fn write_experts(
     dir: &Path,
     summary: &mut Summary,
     mut progress: impl FnMut(usize),
-) -> Result<(), ModelError> {
+) -> Result<Vec<Digest>, ModelError> {
     let shape = config.expert_shape(scales);
     let mut entries = Vec::new();
     for layer in config.sparse_layers() {
@@ -497,6 +513,7 @@ fn write_experts(
     }
     let metadata = [(EXPERTS_KEY, scales.name())];
     let mut out = TensorWriter::create(&dir.join(EXPERTS_FILE), entries, &metadata)?;
+    let mut digests = Vec::new();
     for (done, layer) in config.sparse_layers().enumerate() {
         // A few experts per thread at a time bound what is held.
         let batch = 2 * rayon::current_num_threads();
@@ -514,6 +531,7 @@ fn write_experts(
                 })
                 .collect::<Result<_, ModelError>>()?;
             for (e, matrices) in ids.iter().zip(quantised) {
+                let mut raw = Vec::with_capacity(3);
                 for (kind, matrix) in MatrixKind::ALL.into_iter().zip(matrices) {
                     let (packed, scales) = matrix.map_err(|at| {
                         ModelError::field(
@@ -528,13 +546,20 @@ fn write_experts(
                     let bytes: Vec<u8> = scales.iter().flat_map(|s| s.to_le_bytes()).collect();
                     out.write(&bytes)?;
                     summary.expert_bytes += (packed.len() + bytes.len()) as u64;
+                    raw.push(RawMatrix {
+                        packed: packed.into(),
+                        scales: scales.into(),
+                    });
                 }
+                let raw: [RawMatrix<'_>; 3] = raw.try_into().expect("three matrices");
+                digests.push(expert_digest(&raw));
                 summary.experts += 1;
             }
         }
         progress(done + 1);
     }
-    out.finish()
+    out.finish()?;
+    Ok(digests)
 }
 
 #[cfg(test)]

@@ -12,6 +12,10 @@ use crate::expert::{ExpertShape, MatrixKind, RawMatrix, ScaleKind};
 /// Key of the experts' number format in `experts.safetensors` and `dense.safetensors`.
 pub const EXPERTS_KEY: &str = "ansatz.experts";
 
+/// Key of the experts' fingerprint ([`crate::archive::fingerprint`], hex) in `dense.safetensors`:
+/// tells an archive of another model.
+pub const FINGERPRINT_KEY: &str = "ansatz.fingerprint";
+
 /// The dense part of a model.
 pub const DENSE_FILE: &str = "dense.safetensors";
 /// Raw int4 experts.

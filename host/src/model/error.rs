@@ -42,7 +42,7 @@ pub enum ModelError {
     },
     /// The archive's failure.
     #[error(transparent)]
-    Archive(Box<dyn std::error::Error + Send + Sync>),
+    Archive(#[from] crate::archive::ArchiveError),
     /// Stopped by the user.
     #[error("interrupted")]
     Interrupted,

@@ -10,4 +10,4 @@ mod weights;
 pub use config::Config;
 pub use error::ModelError;
 pub use forward::{CHUNK, Session, Wanted};
-pub use weights::{Model, Placement, Source};
+pub use weights::{Model, Placement, Source, hex};

@@ -3,24 +3,148 @@
 use std::path::Path;
 
 use super::config::{Config, LayerKind};
-use super::directory::{Dense, RawExperts};
+use rayon::prelude::*;
+
+use super::directory::{ARCHIVE_FILE, Dense, EXPERTS_FILE, FINGERPRINT_KEY, RawExperts};
 use super::error::ModelError;
+use crate::archive::{Archive, LayerRecords, Record};
 use crate::backend::{LayerExperts, LoadExperts};
 use crate::expert::{ExpertShape, Form, Tier};
 
 /// Where routed experts come from.
 pub enum Source {
-    /// `experts.safetensors`.
+    /// `experts.safetensors`; tier raw.
     Raw(RawExperts),
+    /// An archive, decoded while loading; tier raw.
+    Decoded(Archive),
+    /// An archive; tier ans.
+    Coded(Archive),
 }
 
+const FOREIGN: &str = "it is the archive of another model: make this one's with `host pack -m DIR`";
+
 impl Source {
+    /// The experts of the model directory `dir` for `tier`; where none is asked for, coded ones if
+    /// there is an archive.
+    pub fn open(dir: &Path, config: &Config, tier: Option<Tier>) -> Result<Self, ModelError> {
+        let archive = dir.join(ARCHIVE_FILE);
+        let raw = dir.join(EXPERTS_FILE);
+        let tier = tier.unwrap_or(if archive.exists() {
+            Tier::Ans
+        } else {
+            Tier::Raw
+        });
+        if tier == Tier::Raw && raw.exists() {
+            return Ok(Self::Raw(RawExperts::open(dir, config)?));
+        }
+        if !archive.exists() {
+            let missing = std::io::Error::from(std::io::ErrorKind::NotFound);
+            return Err(if raw.exists() {
+                ModelError::io(&archive, missing, "make it with `host pack -m DIR`")
+            } else {
+                let remedy = "a model directory has experts.safetensors (`host convert`) or \
+                              experts.ansx (`host pack`)";
+                ModelError::io(&raw, missing, remedy)
+            });
+        }
+        let archive = Archive::open(&archive)?;
+        check_archive(&archive, dir, config)?;
+        Ok(match tier {
+            Tier::Raw => Self::Decoded(archive),
+            Tier::Ans => Self::Coded(archive),
+        })
+    }
+
     /// Geometry of the experts.
     pub fn shape(&self) -> ExpertShape {
         match self {
             Source::Raw(raw) => raw.shape(),
+            Source::Decoded(archive) | Source::Coded(archive) => *archive.shape(),
         }
     }
+
+    /// Which tier they go to.
+    pub fn tier(&self) -> Tier {
+        match self {
+            Source::Raw(_) | Source::Decoded(_) => Tier::Raw,
+            Source::Coded(_) => Tier::Ans,
+        }
+    }
+
+    /// A layer's experts and the bytes they take.
+    fn layer(&self, l: usize) -> Result<(LayerExperts<'_>, u64), ModelError> {
+        let raw_bytes = |n: usize| (n * self.shape().raw_bytes()) as u64;
+        Ok(match self {
+            Source::Raw(raw) => {
+                let layer = raw.layer(l)?;
+                let bytes = raw_bytes(layer.len());
+                (LayerExperts::Raw(layer), bytes)
+            }
+            Source::Decoded(archive) => {
+                let raw = records(archive, l)?
+                    .1
+                    .par_iter()
+                    .map(Record::decode_all)
+                    .collect::<Result<Vec<_>, _>>()?;
+                let bytes = raw_bytes(raw.len());
+                (LayerExperts::Raw(raw), bytes)
+            }
+            Source::Coded(archive) => {
+                let (layer, records) = records(archive, l)?;
+                let bytes = records.iter().map(|r| r.bytes.len() as u64).sum();
+                (LayerExperts::Coded { layer, records }, bytes)
+            }
+        })
+    }
+}
+
+/// A layer's records, all checked.
+fn records(archive: &Archive, l: usize) -> Result<(LayerRecords<'_>, Vec<Record<'_>>), ModelError> {
+    let layer = archive.layer(l as u32)?;
+    let records = (0..layer.experts())
+        .into_par_iter()
+        .map(|e| layer.record(e))
+        .collect::<Result<_, _>>()?;
+    Ok((layer, records))
+}
+
+/// Refuses an archive whose experts are not this model's.
+fn check_archive(archive: &Archive, dir: &Path, config: &Config) -> Result<(), ModelError> {
+    let wrong = |field: &str, expected: String, found: String| {
+        Err(ModelError::field(
+            archive.path(),
+            field,
+            expected,
+            found,
+            FOREIGN,
+        ))
+    };
+    let shape = archive.shape();
+    let want = config.expert_shape(shape.scales);
+    if *shape != want {
+        let text = |s: &ExpertShape| format!("{} x {}", s.intermediate, s.hidden);
+        return wrong("expert shape", text(&want), text(shape));
+    }
+    let layers: Vec<u32> = config.sparse_layers().map(|l| l as u32).collect();
+    if archive.layers() != layers {
+        let found = format!("{:?}", archive.layers());
+        return wrong("layers", format!("{layers:?}"), found);
+    }
+    if archive.experts() != config.router.experts {
+        let found = archive.experts().to_string();
+        return wrong("experts a layer", config.router.experts.to_string(), found);
+    }
+    let dense = Dense::open(dir)?;
+    let found = hex(archive.fingerprint());
+    match dense.metadata(FINGERPRINT_KEY) {
+        Some(want) if want != found => wrong("fingerprint", want.into(), found),
+        _ => Ok(()),
+    }
+}
+
+/// Lower-case hexadecimal digits.
+pub fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|b| format!("{b:02x}")).collect()
 }
 
 /// Experts of a model by tier.
@@ -195,6 +319,7 @@ struct Loader<'a, B> {
     dense: &'a Dense,
     config: &'a Config,
     bits: Vec<u16>,
+    expert_bytes: u64,
 }
 
 impl<B: LoadExperts> Loader<'_, B> {
@@ -276,9 +401,8 @@ impl<B: LoadExperts> Loader<'_, B> {
                 &at(l, "mlp.gate.e_score_correction_bias"),
                 &[c.router.experts],
             )?;
-            let experts = match source {
-                Source::Raw(raw) => LayerExperts::Raw(raw.layer(l)?),
-            };
+            let (experts, bytes) = source.layer(l)?;
+            self.expert_bytes += bytes;
             Mlp::Sparse(Moe {
                 router: self.one(&at(l, "mlp.gate.weight"), &[c.router.experts, c.hidden])?,
                 bias: self.place("e_score_correction_bias", self.backend.upload(&bias))?,
@@ -332,6 +456,7 @@ impl<B: LoadExperts> Model<B> {
             dense: &dense,
             config: &config,
             bits: Vec::new(),
+            expert_bytes: 0,
         };
         let table = [config.vocab, config.hidden];
         let embedding = loader.one("model.embed_tokens.weight", &table)?;
@@ -348,12 +473,10 @@ impl<B: LoadExperts> Model<B> {
             progress(l + 1);
         }
         let experts = config.sparse_layers().count() * config.router.experts;
-        let placement = match source {
-            Source::Raw(raw) => Placement {
-                tier: Tier::Raw,
-                experts,
-                bytes: experts as u64 * raw.shape().raw_bytes() as u64,
-            },
+        let placement = Placement {
+            tier: source.tier(),
+            experts,
+            bytes: loader.expert_bytes,
         };
         Ok(Self {
             columns: Columns::new(&config),

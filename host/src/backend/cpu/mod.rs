@@ -26,6 +26,9 @@ pub enum CpuError {
     /// `ANSATZ_CPU` names an arm that does not exist or that the processor lacks.
     #[error(transparent)]
     Arm(#[from] ArmError),
+    /// A record that does not decode.
+    #[error(transparent)]
+    Archive(#[from] crate::archive::ArchiveError),
     /// A column count that no kernel takes.
     #[error("experts of {0} columns: expected a multiple of 64 from 64 to 8192")]
     Columns(usize),
@@ -677,6 +680,13 @@ impl LoadExperts for Cpu {
     ) -> Result<Experts, CpuError> {
         match layer {
             LayerExperts::Raw(experts) => Experts::raw(shape, &experts),
+            LayerExperts::Coded { records, .. } => {
+                let experts = records
+                    .iter()
+                    .map(|r| r.decode_all())
+                    .collect::<Result<Vec<_>, _>>()?;
+                Experts::raw(shape, &experts)
+            }
         }
     }
 }
