@@ -2,6 +2,7 @@
 
 pub mod archive;
 pub mod backend;
+pub mod bench;
 pub mod codec;
 pub mod convert;
 pub mod expert;

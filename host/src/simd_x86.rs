@@ -11,6 +11,25 @@ pub(crate) struct Avx2;
 #[derive(Clone, Copy)]
 pub(crate) struct Avx512;
 
+/// Pairwise sums of octets `4i .. 4i + 4`.
+///
+/// # Safety
+/// Needs AVX; `p` holds 256 numbers.
+#[inline(always)]
+unsafe fn four(p: *const f32, i: usize) -> __m128 {
+    // SAFETY: as the caller.
+    unsafe {
+        let p = p.add(32 * i);
+        let ab = _mm256_hadd_ps(_mm256_loadu_ps(p), _mm256_loadu_ps(p.add(8)));
+        let cd = _mm256_hadd_ps(_mm256_loadu_ps(p.add(16)), _mm256_loadu_ps(p.add(24)));
+        let abcd = _mm256_hadd_ps(ab, cd);
+        _mm_add_ps(
+            _mm256_castps256_ps128(abcd),
+            _mm256_extractf128_ps::<1>(abcd),
+        )
+    }
+}
+
 /// [`gpu::arith::reduce`]: two horizontal additions make four octets' pairwise sums, up to the
 /// addition of a register's halves; the butterfly is vertical down to distance 4.
 ///
@@ -21,20 +40,15 @@ unsafe fn reduce(p: &[f32; 256]) -> f32 {
     // SAFETY: the caller has AVX; loads stay within p.
     unsafe {
         let p = p.as_ptr();
-        // Pairwise sums of octets 4i .. 4i + 4.
-        let four = |i: usize| {
-            let at = |j: usize| _mm256_loadu_ps(p.add(32 * i + 8 * j));
-            let ab = _mm256_hadd_ps(at(0), at(1));
-            let cd = _mm256_hadd_ps(at(2), at(3));
-            let abcd = _mm256_hadd_ps(ab, cd);
-            _mm_add_ps(
-                _mm256_castps256_ps128(abcd),
-                _mm256_extractf128_ps::<1>(abcd),
-            )
-        };
-        let sixteen = |i: usize| _mm_add_ps(four(i), four(i + 4));
-        let eight = |i: usize| _mm_add_ps(sixteen(i), sixteen(i + 2));
-        let v = _mm_add_ps(eight(0), eight(1));
+        let (v0, v1) = (
+            _mm_add_ps(four(p, 0), four(p, 4)),
+            _mm_add_ps(four(p, 1), four(p, 5)),
+        );
+        let (v2, v3) = (
+            _mm_add_ps(four(p, 2), four(p, 6)),
+            _mm_add_ps(four(p, 3), four(p, 7)),
+        );
+        let v = _mm_add_ps(_mm_add_ps(v0, v2), _mm_add_ps(v1, v3));
         let v = _mm_add_ps(v, _mm_movehl_ps(v, v));
         _mm_cvtss_f32(_mm_add_ss(v, _mm_shuffle_ps::<1>(v, v)))
     }
@@ -122,13 +136,19 @@ impl Simd for Avx2 {
             for half in 0..cols / 64 {
                 for (row, acc) in rows.iter().zip(&mut acc) {
                     _mm_prefetch::<_MM_HINT_T0>(row.wrapping_add(half * 32 + 1024).cast());
-                    let dots = half_step(*row, &acts, half);
-                    for (acc, dot) in acc.iter_mut().zip(dots) {
-                        *acc = _mm256_add_epi32(*acc, dot);
+                    let (even, odd) = nibbles256(*row, half);
+                    for (acc, act) in acc.iter_mut().zip(acts) {
+                        *acc = _mm256_add_epi32(*acc, half_step(even, odd, act, half));
                     }
                 }
             }
-            acc.map(|acc| acc.map(|v| sum_epi32(v)))
+            let mut out = [[0; T]; INT4_ROWS];
+            for (out, acc) in out.iter_mut().zip(acc) {
+                for (out, acc) in out.iter_mut().zip(acc) {
+                    *out = sum_epi32(acc);
+                }
+            }
+            out
         }
     }
     #[inline(always)]
@@ -140,87 +160,134 @@ impl Simd for Avx2 {
     ) {
         // SAFETY: as above; out takes a number for each 64 columns, rounded up to 16.
         unsafe {
-            let zero = [_mm256_setzero_si256(); T];
             let halves = cols / 64;
-            let mut half = 0;
-            while half < halves {
-                let at = |i: usize| {
-                    if half + i < halves {
-                        _mm_prefetch::<_MM_HINT_T0>(
-                            row.wrapping_add((half + i) * 32 + 1024).cast(),
-                        );
-                        half_step(row, &acts, half + i)
-                    } else {
-                        zero
+            for first in (0..halves).step_by(4) {
+                let mut dots = [[_mm256_setzero_si256(); 4]; T];
+                for half in first..halves.min(first + 4) {
+                    _mm_prefetch::<_MM_HINT_T0>(row.wrapping_add(half * 32 + 1024).cast());
+                    let (even, odd) = nibbles256(row, half);
+                    for (dots, act) in dots.iter_mut().zip(acts) {
+                        dots[half - first] = half_step(even, odd, act, half);
                     }
-                };
-                let (a, b, c, d) = (at(0), at(1), at(2), at(3));
-                for t in 0..T {
-                    let ab = _mm256_hadd_epi32(a[t], b[t]);
-                    let cd = _mm256_hadd_epi32(c[t], d[t]);
+                }
+                for (d, out) in dots.iter().zip(out) {
+                    let ab = _mm256_hadd_epi32(d[0], d[1]);
+                    let cd = _mm256_hadd_epi32(d[2], d[3]);
                     let abcd = _mm256_hadd_epi32(ab, cd);
                     let sums = _mm_add_epi32(
                         _mm256_castsi256_si128(abcd),
                         _mm256_extracti128_si256::<1>(abcd),
                     );
-                    _mm_storeu_si128(out[t].add(half).cast(), sums);
+                    _mm_storeu_si128(out.add(first).cast(), sums);
                 }
-                half += 4;
             }
         }
+    }
+}
+
+/// Nibbles of even and odd columns from column `64 * half` on.
+///
+/// # Safety
+/// Needs AVX2; the row has 32 bytes there.
+#[inline(always)]
+unsafe fn nibbles256(row: *const u8, half: usize) -> (__m256i, __m256i) {
+    // SAFETY: as the caller.
+    unsafe {
+        let nibble = _mm256_set1_epi8(15);
+        let w = _mm256_loadu_si256(row.add(half * 32).cast());
+        (
+            _mm256_and_si256(w, nibble),
+            _mm256_and_si256(_mm256_srli_epi16::<4>(w), nibble),
+        )
     }
 }
 
 /// Eight int32 sums whose total is the dot product of columns `64 * half ..`.
 ///
 /// # Safety
-/// Needs AVX2; the row has 32 bytes there, the activations a step.
+/// Needs AVX2; the activations have a step there.
 #[inline(always)]
-unsafe fn half_step<const T: usize>(
-    row: *const u8,
-    acts: &[*const i8; T],
-    half: usize,
-) -> [__m256i; T] {
+unsafe fn half_step(even: __m256i, odd: __m256i, act: *const i8, half: usize) -> __m256i {
     // SAFETY: as the caller.
     unsafe {
-        let nibble = _mm256_set1_epi8(15);
         let ones = _mm256_set1_epi16(1);
-        let w = _mm256_loadu_si256(row.add(half * 32).cast());
-        let even = _mm256_and_si256(w, nibble);
-        let odd = _mm256_and_si256(_mm256_srli_epi16::<4>(w), nibble);
-        acts.map(|act| {
-            let act = act.add(half / 2 * STEP_BYTES + half % 2 * 32);
-            let plane = |i: usize| _mm256_loadu_si256(act.add(i * 64).cast());
-            let hi = _mm256_add_epi16(
-                _mm256_maddubs_epi16(even, plane(0)),
-                _mm256_maddubs_epi16(odd, plane(2)),
-            );
-            let lo = _mm256_add_epi16(
-                _mm256_maddubs_epi16(even, plane(1)),
-                _mm256_maddubs_epi16(odd, plane(3)),
-            );
-            let hi = _mm256_madd_epi16(hi, ones);
-            let lo = _mm256_madd_epi16(lo, ones);
-            _mm256_add_epi32(_mm256_slli_epi32::<8>(hi), lo)
-        })
+        let p = act.add(half / 2 * STEP_BYTES + half % 2 * 32);
+        let even_hi = _mm256_loadu_si256(p.cast());
+        let even_lo = _mm256_loadu_si256(p.add(64).cast());
+        let odd_hi = _mm256_loadu_si256(p.add(128).cast());
+        let odd_lo = _mm256_loadu_si256(p.add(192).cast());
+        let hi = _mm256_add_epi16(
+            _mm256_maddubs_epi16(even, even_hi),
+            _mm256_maddubs_epi16(odd, odd_hi),
+        );
+        let lo = _mm256_add_epi16(
+            _mm256_maddubs_epi16(even, even_lo),
+            _mm256_maddubs_epi16(odd, odd_lo),
+        );
+        let hi = _mm256_madd_epi16(hi, ones);
+        let lo = _mm256_madd_epi16(lo, ones);
+        _mm256_add_epi32(_mm256_slli_epi32::<8>(hi), lo)
     }
 }
 
-/// 64 bytes of a row from column `128 * step` on; zeros past its end.
+/// Nibbles of even and odd columns from column `128 * step` on; zeros past the row's end.
 ///
 /// # Safety
 /// Needs AVX-512 BW; the row has `cols / 2` bytes and starts a step there.
 #[inline(always)]
-unsafe fn weights(row: *const u8, step: usize, cols: usize) -> __m512i {
+unsafe fn nibbles512(row: *const u8, step: usize, cols: usize) -> (__m512i, __m512i) {
     // SAFETY: as the caller; the masked load reads the row's last 32 bytes only.
     unsafe {
+        let nibble = _mm512_set1_epi8(15);
         let p = row.add(step * 64);
-        if step * 128 + 128 <= cols {
+        let w = if step * 128 + 128 <= cols {
             _mm512_loadu_si512(p.cast())
         } else {
             _mm512_maskz_loadu_epi8(0xffff_ffff, p.cast())
-        }
+        };
+        (
+            _mm512_and_si512(w, nibble),
+            _mm512_and_si512(_mm512_srli_epi16::<4>(w), nibble),
+        )
     }
+}
+
+/// The four planes of a step: even high, even low, odd high, odd low.
+///
+/// # Safety
+/// Needs AVX-512; the activations have the step.
+#[inline(always)]
+unsafe fn planes512(act: *const i8, step: usize) -> [__m512i; 4] {
+    // SAFETY: as the caller.
+    unsafe {
+        let p = act.add(step * STEP_BYTES);
+        [
+            _mm512_loadu_si512(p.cast()),
+            _mm512_loadu_si512(p.add(64).cast()),
+            _mm512_loadu_si512(p.add(128).cast()),
+            _mm512_loadu_si512(p.add(192).cast()),
+        ]
+    }
+}
+
+/// Pairs of steps: `[a b a b]` in each 128-bit lane.
+///
+/// # Safety
+/// Needs AVX-512.
+#[inline(always)]
+unsafe fn two(a: __m512i, b: __m512i) -> __m512i {
+    // SAFETY: as the caller.
+    unsafe { _mm512_add_epi32(_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b)) }
+}
+
+/// `[a b a b]` and `[c d c d]` become `[a b c d]`.
+///
+/// # Safety
+/// Needs AVX-512.
+#[inline(always)]
+unsafe fn quad(ab: __m512i, cd: __m512i) -> __m512i {
+    // SAFETY: as the caller.
+    unsafe { _mm512_add_epi32(_mm512_unpacklo_epi64(ab, cd), _mm512_unpackhi_epi64(ab, cd)) }
 }
 
 impl Simd for Avx512 {
@@ -285,23 +352,16 @@ impl Simd for Avx512 {
     ) -> [[i32; T]; INT4_ROWS] {
         // SAFETY: the caller has the arm; steps lie within rows and activations.
         unsafe {
-            let nibble = _mm512_set1_epi8(15);
             let mut hi = [[_mm512_setzero_si512(); T]; INT4_ROWS];
             let mut lo = hi;
             for step in 0..cols.div_ceil(128) {
-                let w = rows.map(|row| {
+                let mut w = [(_mm512_setzero_si512(), _mm512_setzero_si512()); INT4_ROWS];
+                for (w, row) in w.iter_mut().zip(rows) {
                     _mm_prefetch::<_MM_HINT_T0>(row.wrapping_add(step * 64 + 1024).cast());
-                    let w = weights(row, step, cols);
-                    (
-                        _mm512_and_si512(w, nibble),
-                        _mm512_and_si512(_mm512_srli_epi16::<4>(w), nibble),
-                    )
-                });
+                    *w = nibbles512(row, step, cols);
+                }
                 for t in 0..T {
-                    let act = acts[t].add(step * STEP_BYTES);
-                    let plane = |i: usize| _mm512_loadu_si512(act.add(i * 64).cast());
-                    let (even_hi, even_lo, odd_hi, odd_lo) =
-                        (plane(0), plane(1), plane(2), plane(3));
+                    let [even_hi, even_lo, odd_hi, odd_lo] = planes512(acts[t], step);
                     for r in 0..INT4_ROWS {
                         let (even, odd) = w[r];
                         hi[r][t] = _mm512_dpbusd_epi32(hi[r][t], even, even_hi);
@@ -336,42 +396,25 @@ impl Simd for Avx512 {
     ) {
         // SAFETY: as above; out takes a number for each 64 columns, rounded up to 16.
         unsafe {
-            let nibble = _mm512_set1_epi8(15);
             let steps = cols.div_ceil(128);
             let order = _mm512_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15);
-            let mut first = 0;
-            while first < steps {
-                let mut sums = [[_mm512_setzero_si512(); 8]; T];
+            for first in (0..steps).step_by(8) {
+                let zero = _mm512_setzero_si512();
+                let mut sums = [[zero; 8]; T];
                 for step in first..steps.min(first + 8) {
                     _mm_prefetch::<_MM_HINT_T0>(row.wrapping_add(step * 64 + 1024).cast());
-                    let w = weights(row, step, cols);
-                    let even = _mm512_and_si512(w, nibble);
-                    let odd = _mm512_and_si512(_mm512_srli_epi16::<4>(w), nibble);
-                    for t in 0..T {
-                        let act = acts[t].add(step * STEP_BYTES);
-                        let plane = |i: usize| _mm512_loadu_si512(act.add(i * 64).cast());
-                        let zero = _mm512_setzero_si512();
-                        let hi = _mm512_dpbusd_epi32(zero, even, plane(0));
-                        let hi = _mm512_dpbusd_epi32(hi, odd, plane(2));
-                        let lo = _mm512_dpbusd_epi32(_mm512_slli_epi32::<8>(hi), even, plane(1));
-                        sums[t][step - first] = _mm512_dpbusd_epi32(lo, odd, plane(3));
+                    let (even, odd) = nibbles512(row, step, cols);
+                    for (sums, act) in sums.iter_mut().zip(acts) {
+                        let [even_hi, even_lo, odd_hi, odd_lo] = planes512(act, step);
+                        let hi = _mm512_dpbusd_epi32(zero, even, even_hi);
+                        let hi = _mm512_dpbusd_epi32(hi, odd, odd_hi);
+                        let lo = _mm512_dpbusd_epi32(_mm512_slli_epi32::<8>(hi), even, even_lo);
+                        sums[step - first] = _mm512_dpbusd_epi32(lo, odd, odd_lo);
                     }
                 }
-                for t in 0..T {
-                    let s = &sums[t];
-                    // Pairs of steps: each 128-bit lane becomes [a a b b].
-                    let two = |a: __m512i, b: __m512i| {
-                        _mm512_add_epi32(_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b))
-                    };
-                    // Lanes [a b a b] of two pairs become [a b c d].
-                    let four = |ab: __m512i, cd: __m512i| {
-                        _mm512_add_epi32(
-                            _mm512_unpacklo_epi64(ab, cd),
-                            _mm512_unpackhi_epi64(ab, cd),
-                        )
-                    };
-                    let x = four(two(s[0], s[1]), two(s[2], s[3]));
-                    let y = four(two(s[4], s[5]), two(s[6], s[7]));
+                for (s, out) in sums.iter().zip(out) {
+                    let x = quad(two(s[0], s[1]), two(s[2], s[3]));
+                    let y = quad(two(s[4], s[5]), two(s[6], s[7]));
                     // Lanes 0, 1 hold the first group, 2, 3 the second of each step.
                     let z = _mm512_add_epi32(
                         _mm512_shuffle_i64x2::<0b10_00_10_00>(x, y),
@@ -379,11 +422,10 @@ impl Simd for Avx512 {
                     );
                     // z: [x first, x second, y first, y second], four steps each.
                     _mm512_storeu_si512(
-                        out[t].add(first * 2).cast(),
+                        out.add(first * 2).cast(),
                         _mm512_permutexvar_epi32(order, z),
                     );
                 }
-                first += 8;
             }
         }
     }

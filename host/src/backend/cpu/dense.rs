@@ -215,11 +215,14 @@ unsafe fn weighted<S: Simd, E: Element, const N: usize, const T: usize>(
         let mut acc = [[S::zero(); N]; T];
         for i in 0..count {
             let row = row(i);
-            let row: [S::V; N] = std::array::from_fn(|n| E::load::<S>(row.add(n * S::W)));
+            let mut values = [S::zero(); N];
+            for (n, v) in values.iter_mut().enumerate() {
+                *v = E::load::<S>(row.add(n * S::W));
+            }
             for t in 0..T {
                 let w = S::splat(*weights[t].add(i));
                 for n in 0..N {
-                    acc[t][n] = S::fma(w, row[n], acc[t][n]);
+                    acc[t][n] = S::fma(w, values[n], acc[t][n]);
                 }
             }
         }

@@ -1,0 +1,3 @@
+//! `host bench`: what kernels cost.
+
+pub mod synth;
