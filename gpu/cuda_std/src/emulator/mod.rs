@@ -37,7 +37,7 @@ use std::cell::Cell;
 use std::panic::{AssertUnwindSafe, Location, catch_unwind, resume_unwind};
 use std::ptr::{NonNull, null, null_mut};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 /// Stack of one CUDA thread, bytes of address space; what is not touched takes no memory. A panic in
 /// a kernel prints from here.
@@ -99,7 +99,10 @@ pub struct Options {
 
 impl Default for Options {
     fn default() -> Self {
-        let workers = std::thread::available_parallelism().map_or(1, |n| n.get().min(4));
+        // The query reads the file system.
+        static WORKERS: OnceLock<usize> = OnceLock::new();
+        let available = || std::thread::available_parallelism().map_or(1, |n| n.get().min(4));
+        let workers = *WORKERS.get_or_init(available);
         Self {
             workers,
             step_limit: 1 << 33,

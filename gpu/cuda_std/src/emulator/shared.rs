@@ -220,7 +220,6 @@ pub(super) struct SharedMemory {
 
 impl SharedMemory {
     pub(super) fn new(dynamic: u32, limit: u32, threads: u32) -> Self {
-        let words = limit.div_ceil(4) as usize;
         let copies = (0..threads).map(|_| Copies::default()).collect();
         let clock = Clock {
             now: 1,
@@ -228,9 +227,9 @@ impl SharedMemory {
             barrier: 1,
             warps: [1; 32],
         };
-        Self {
-            words: vec![0; words.div_ceil(2)],
-            entries: vec![Entry::default(); words],
+        let mut memory = Self {
+            words: Vec::new(),
+            entries: Vec::new(),
             bytes: Vec::new(),
             clock,
             dynamic,
@@ -238,6 +237,17 @@ impl SharedMemory {
             fixed: Vec::new(),
             used: dynamic,
             copies,
+        };
+        memory.grow(dynamic);
+        memory
+    }
+
+    /// Makes room for `bytes`.
+    fn grow(&mut self, bytes: u32) {
+        let words = (bytes.div_ceil(8) * 2) as usize;
+        if words > self.entries.len() {
+            self.entries.resize(words, Entry::default());
+            self.words.resize(words / 2, 0);
         }
     }
 
@@ -298,6 +308,7 @@ impl SharedMemory {
         }
         self.fixed.push((site, offset, bytes as u32));
         self.used = end as u32;
+        self.grow(self.used);
         Ok(offset)
     }
 
@@ -343,8 +354,8 @@ impl SharedMemory {
         by: u32,
         access: Access,
     ) -> Result<(), Finding> {
-        if self.bytes.is_empty() {
-            self.bytes = vec![[Entry::default(); 4]; self.entries.len()];
+        if self.bytes.len() < self.entries.len() {
+            self.bytes.resize(self.entries.len(), [Entry::default(); 4]);
         }
         let whole = &mut self.entries[word as usize];
         let parts = &mut self.bytes[word as usize];
