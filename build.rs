@@ -5,7 +5,7 @@
 //! with an error. Sets `ANSATZ_PTX_SM_80`, `ANSATZ_PTX_SM_90` (paths, for `include_str!`) and
 //! `ANSATZ_PTX_SOURCES` (hash of the sources).
 
-use cuda_builder::{Arch, Compiler, CudaBuilderError, PtxSet, PtxState};
+use cuda_builder::{Arch, CudaBuilderError, PtxSet, PtxState};
 use std::path::PathBuf;
 use std::process::ExitCode;
 
@@ -30,7 +30,7 @@ fn run() -> Result<(), String> {
 
     let mut folder = set.folder.clone();
     if let PtxState::Stale(why) = set.state().map_err(|error| error.to_string())? {
-        let compiler = Compiler::find().map_err(|error| match error {
+        let compiler = set.compiler().map_err(|error| match error {
             CudaBuilderError::NoCompiler { .. } => format!(
                 "the PTX in gpu/ptx was not made from these sources ({why}). Either restore both (git \
                  checkout gpu), or have a compiler for nvptx64 and build again.\n{error}"

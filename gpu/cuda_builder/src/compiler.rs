@@ -26,6 +26,15 @@ impl Compiler {
     /// # Errors
     /// [`CudaBuilderError::NoCompiler`], with what each place lacks.
     pub fn find() -> Result<Self, CudaBuilderError> {
+        Self::find_preferring(None)
+    }
+
+    /// As [`find`](Self::find), but where one of them is of this version (a `rustc --version` line), that
+    /// one: it makes the PTX that was made with it again.
+    ///
+    /// # Errors
+    /// [`CudaBuilderError::NoCompiler`], with what each place lacks.
+    pub fn find_preferring(version: Option<&str>) -> Result<Self, CudaBuilderError> {
         let places = match std::env::var_os(OVERRIDE) {
             Some(rustc) => vec![PathBuf::from(rustc)],
             None => {
@@ -34,16 +43,7 @@ impl Compiler {
                 places
             }
         };
-        let mut looked = Vec::new();
-        for rustc in places {
-            match Self::at(&rustc) {
-                Ok(compiler) => return Ok(compiler),
-                Err(lacks) => looked.push(format!("  {}: {lacks}", rustc.display())),
-            }
-        }
-        Err(CudaBuilderError::NoCompiler {
-            looked: looked.join("\n"),
-        })
+        choose(&places, version)
     }
 
     /// The compiler at a path, or what it lacks.
@@ -110,6 +110,25 @@ impl Compiler {
     pub fn version(&self) -> &str {
         &self.version
     }
+}
+
+/// The first compiler of that version, else the first.
+fn choose(places: &[PathBuf], version: Option<&str>) -> Result<Compiler, CudaBuilderError> {
+    let mut looked = Vec::new();
+    let mut first = None;
+    for rustc in places {
+        match Compiler::at(rustc) {
+            Ok(compiler) if version.is_none_or(|version| version == compiler.version) => {
+                return Ok(compiler);
+            }
+            Ok(compiler) => {
+                first.get_or_insert(compiler);
+            }
+            Err(lacks) => looked.push(format!("  {}: {lacks}", rustc.display())),
+        }
+    }
+    let looked = looked.join("\n");
+    first.ok_or(CudaBuilderError::NoCompiler { looked })
 }
 
 /// Major and minor number of a `rustc --version` line.
@@ -206,5 +225,26 @@ mod tests {
         assert!(script(&answer("sm_90")).unwrap_err().contains("cargo"));
         std::fs::write(folder.path().join("cargo"), "").unwrap();
         assert_eq!(script(&answer("sm_90")).unwrap().version(), "rustc 1.99.0");
+
+        // Another one, newer: the first counts unless a version is wished for.
+        let other = folder.path().join("bin");
+        std::fs::create_dir(&other).unwrap();
+        std::fs::copy(folder.path().join("cargo"), other.join("cargo")).unwrap();
+        script(&answer("sm_90").replace("1.99.0", "1.100.0")).unwrap();
+        std::fs::rename(&rustc, other.join("rustc")).unwrap();
+        script(&answer("sm_90")).unwrap();
+        let places = ["none", "rustc", "bin/rustc"].map(|place| folder.path().join(place));
+        for (wish, expected) in [
+            (None, "rustc 1.99.0"),
+            (Some("rustc 1.100.0"), "rustc 1.100.0"),
+            (Some("rustc 1.98.0"), "rustc 1.99.0"),
+        ] {
+            assert_eq!(choose(&places, wish).unwrap().version(), expected);
+        }
+        let error = choose(&places[..1], None).unwrap_err().to_string();
+        assert!(
+            error.contains("none: not there") && error.contains("rustup toolchain"),
+            "{error}"
+        );
     }
 }

@@ -66,6 +66,20 @@ impl PtxSet {
             .into_owned()
     }
 
+    /// The compiler that the files in the folder were made with, where it is on this machine, else
+    /// another one.
+    ///
+    /// # Errors
+    /// [`CudaBuilderError::NoCompiler`].
+    pub fn compiler(&self) -> Result<Compiler, CudaBuilderError> {
+        let record = std::fs::read_to_string(self.folder.join(RECORD)).unwrap_or_default();
+        Compiler::find_preferring(
+            record
+                .lines()
+                .find_map(|line| line.strip_prefix("compiler ")),
+        )
+    }
+
     /// The PTX file of an architecture, in a folder.
     #[must_use]
     pub fn file(&self, folder: &Path, arch: Arch) -> PathBuf {
