@@ -3,9 +3,15 @@
 pub mod archive;
 pub mod backend;
 pub mod bench;
+pub mod cli;
 pub mod codec;
 pub mod convert;
+pub mod engine;
+pub mod eval;
 pub mod expert;
+pub mod generate;
 pub mod interrupt;
 pub mod model;
+pub mod sample;
 pub mod simd;
+pub mod tokenizer;

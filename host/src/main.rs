@@ -1,5 +1,7 @@
 //! The command line.
 
-fn main() {
-    println!("{}", env!("CARGO_PKG_VERSION"));
+use std::process::ExitCode;
+
+fn main() -> ExitCode {
+    host::cli::main()
 }

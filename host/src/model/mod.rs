@@ -11,3 +11,22 @@ pub use config::Config;
 pub use error::ModelError;
 pub use forward::{CHUNK, Session, Wanted};
 pub use weights::{Model, Placement, Source, hex};
+
+/// Where a model is that nobody named: `$ANSATZ_MODEL`; else the repository's, where the program
+/// was built; else `../models/sotu-row` beside the program. `None` if none of them is a directory.
+pub fn default_directory() -> Option<std::path::PathBuf> {
+    const NAME: &str = "models/sotu-row";
+    if let Some(dir) = std::env::var_os("ANSATZ_MODEL") {
+        return Some(dir.into());
+    }
+    let built = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
+    let beside = std::env::current_exe()
+        .ok()
+        .and_then(|exe| Some(exe.parent()?.join("..")));
+    [Some(built), beside]
+        .into_iter()
+        .flatten()
+        .map(|dir| dir.join(NAME))
+        .find(|dir| dir.is_dir())
+        .map(|dir| dir.canonicalize().unwrap_or(dir))
+}

@@ -1,0 +1,330 @@
+//! `host generate`.
+
+use std::io::IsTerminal;
+use std::ops::ControlFlow;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use anyhow::Context;
+use clap::{Args, ValueEnum};
+use serde_json::json;
+
+use super::ui::{self, Progress};
+use crate::engine::{self, Device, Engine, Options};
+use crate::expert::{Form, Tier};
+use crate::generate::{FinishReason, Generated, Request, generate};
+use crate::interrupt;
+use crate::model::{Config, ModelError};
+use crate::sample::Sampling;
+use crate::tokenizer::Tokenizer;
+
+/// Which model, on what.
+#[derive(Args)]
+pub struct EngineArgs {
+    /// Model directory [default: $ANSATZ_MODEL, else the repository's models/sotu-row]
+    #[arg(short, long, value_name = "DIR")]
+    model: Option<PathBuf>,
+    /// Where to compute
+    #[arg(long, value_enum, default_value = "auto")]
+    device: DeviceArg,
+    /// Experts as int4 or entropy-coded [default: ans where there is an archive]
+    #[arg(long, value_enum)]
+    tier: Option<TierArg>,
+    /// Coded experts: decode and multiply at once, or one after the other
+    #[arg(long, value_enum, default_value = "fused")]
+    kernel: KernelArg,
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+enum DeviceArg {
+    Auto,
+    Cpu,
+    Cuda,
+    #[value(hide = true)]
+    Reference,
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+enum TierArg {
+    Raw,
+    Ans,
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+enum KernelArg {
+    Fused,
+    Unfused,
+}
+
+impl EngineArgs {
+    /// The model's directory.
+    pub fn directory(&self) -> anyhow::Result<PathBuf> {
+        match &self.model {
+            Some(dir) => Ok(dir.clone()),
+            None => crate::model::default_directory()
+                .context("no model: give one with -m DIR or set ANSATZ_MODEL"),
+        }
+    }
+
+    /// Loads the model and says on stderr where it went.
+    pub fn open(&self, dir: &Path) -> anyhow::Result<Box<dyn Engine>> {
+        let options = Options {
+            device: match self.device {
+                DeviceArg::Auto => Device::Auto,
+                DeviceArg::Cpu => Device::Cpu,
+                DeviceArg::Cuda => Device::Cuda,
+                DeviceArg::Reference => Device::Reference,
+            },
+            tier: self.tier.map(|t| match t {
+                TierArg::Raw => Tier::Raw,
+                TierArg::Ans => Tier::Ans,
+            }),
+            form: match self.kernel {
+                KernelArg::Fused => Form::Fused,
+                KernelArg::Unfused => Form::Unfused,
+            },
+        };
+        let mut progress = Progress::new("loading layers");
+        let engine = engine::open(dir, options, |done, all| progress.set(done, all));
+        progress.finish();
+        let engine = engine?;
+        eprintln!("{}: {}", dir.display(), engine.placement());
+        if engine.rounded() > 0 {
+            eprintln!(
+                "{} dense tensors were rounded from f32 to bf16",
+                engine.rounded()
+            );
+        }
+        Ok(engine)
+    }
+}
+
+#[derive(Args)]
+pub struct GenerateArgs {
+    #[command(flatten)]
+    engine: EngineArgs,
+    #[command(flatten)]
+    prompt: PromptArgs,
+    /// Tokens to generate at most; -1: until an end token or a full context
+    #[arg(short = 'n', long = "predict", visible_alias = "n-predict", value_name = "N",
+          default_value_t = 256, allow_negative_numbers = true,
+          value_parser = clap::value_parser!(i64).range(-1..))]
+    predict: i64,
+    /// Positions at most [default: what the model has]
+    #[arg(short, long, value_name = "N")]
+    ctx_size: Option<usize>,
+    /// Temperature; 0 takes the likeliest token
+    #[arg(long, default_value_t = 0.8, value_parser = temperature)]
+    temp: f32,
+    /// Choose among the N likeliest tokens; 0: all
+    #[arg(long, value_name = "N", default_value_t = 40)]
+    top_k: usize,
+    /// Choose among the fewest tokens that are this likely together
+    #[arg(long, value_name = "P", default_value_t = 0.95, value_parser = probability)]
+    top_p: f32,
+    /// Seed of the random numbers [default: a new one, printed]
+    #[arg(short, long)]
+    seed: Option<u64>,
+    /// Go on past end tokens
+    #[arg(long)]
+    ignore_eos: bool,
+    /// Write the logits each token was chosen from: safetensors, `logits` f32 [generated, vocab]
+    #[arg(long, value_name = "FILE")]
+    logits: Option<PathBuf>,
+    /// Print one JSON object at the end instead of the text
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Args)]
+#[group(required = true, multiple = false)]
+struct PromptArgs {
+    /// Prompt
+    #[arg(short, long, value_name = "TEXT")]
+    prompt: Option<String>,
+    /// File with the prompt, UTF-8
+    #[arg(short, long, value_name = "FILE")]
+    file: Option<PathBuf>,
+    /// Prompt as token ids, taken as they are
+    #[arg(long, value_name = "IDS", value_delimiter = ',')]
+    prompt_ids: Option<Vec<u32>>,
+}
+
+fn temperature(text: &str) -> Result<f32, String> {
+    match text.parse() {
+        Ok(t) if (0.0..=1000.0).contains(&t) => Ok(t),
+        _ => Err("a number from 0 to 1000".into()),
+    }
+}
+
+fn probability(text: &str) -> Result<f32, String> {
+    match text.parse() {
+        Ok(p) if p > 0.0 && p <= 1.0 => Ok(p),
+        _ => Err("a number above 0, at most 1".into()),
+    }
+}
+
+impl PromptArgs {
+    fn ids(&self, dir: &Path, tokenizer: Option<&Tokenizer>) -> anyhow::Result<Vec<u32>> {
+        if let Some(ids) = &self.prompt_ids {
+            return Ok(ids.clone());
+        }
+        let text = match (&self.prompt, &self.file) {
+            (Some(text), _) => text.clone(),
+            (None, Some(file)) => std::fs::read_to_string(file)
+                .with_context(|| format!("{}: the prompt cannot be read", file.display()))?,
+            (None, None) => unreachable!("clap asks for one of the three"),
+        };
+        let tokenizer = tokenizer.with_context(|| {
+            format!(
+                "{}: no tokenizer.json; give the prompt with --prompt-ids",
+                dir.display()
+            )
+        })?;
+        Ok(tokenizer.encode(&text)?)
+    }
+}
+
+pub fn run(args: GenerateArgs) -> anyhow::Result<()> {
+    interrupt::install();
+    let dir = args.engine.directory()?;
+    let tokenizer = Tokenizer::read(&dir, &Config::read(&dir)?)?;
+    let prompt = args.prompt.ids(&dir, tokenizer.as_ref())?;
+    let start = Instant::now();
+    let mut engine = args.engine.open(&dir)?;
+    let load_time = start.elapsed();
+    let seed = args.seed.unwrap_or_else(fresh_seed);
+    if args.temp > 0.0 {
+        eprintln!("seed {seed}");
+    }
+    if tokenizer.is_none() {
+        eprintln!("{}: no tokenizer.json, so no text", dir.display());
+    }
+    let request = Request {
+        prompt,
+        tokens: usize::try_from(args.predict).ok(),
+        context: args.ctx_size,
+        sampling: Sampling {
+            temp: args.temp,
+            top_k: args.top_k,
+            top_p: args.top_p,
+            seed,
+        },
+        ignore_eos: args.ignore_eos,
+        keep_logits: args.logits.is_some(),
+    };
+
+    let mut stream = tokenizer.as_ref().map(Tokenizer::stream);
+    let mut text = String::new();
+    let mut failed: Option<anyhow::Error> = None;
+    let mut emit = |piece: Result<String, ModelError>| -> anyhow::Result<()> {
+        let piece = piece?;
+        text.push_str(&piece);
+        if !args.json && !piece.is_empty() {
+            ui::out(&piece)?;
+        }
+        Ok(())
+    };
+    let generated = generate(engine.as_mut(), &request, |id| {
+        match stream.as_mut().map_or(Ok(()), |s| emit(s.push(id))) {
+            Ok(()) => ControlFlow::Continue(()),
+            Err(e) => {
+                failed = Some(e);
+                ControlFlow::Break(())
+            }
+        }
+    })?;
+    if failed.is_none()
+        && let Some(stream) = &mut stream
+    {
+        failed = emit(stream.finish()).err();
+    }
+    if let Some(file) = &args.logits {
+        write_logits(file, &generated, engine.config().vocab)?;
+    }
+    if let Some(e) = failed {
+        return Err(e);
+    }
+    if args.json {
+        let object = json!({
+            "text": text,
+            "prompt_ids": request.prompt,
+            "token_ids": generated.ids,
+            "finish_reason": generated.finish_reason,
+            "seed": seed,
+            "timings": timings(&request, &generated, load_time),
+            "placement": engine.placement(),
+        });
+        ui::out(&format!("{object}\n"))?;
+    } else if std::io::stdout().is_terminal() {
+        ui::out("\n")?;
+    }
+    if generated.finish_reason == FinishReason::Interrupted {
+        eprintln!("interrupted");
+    }
+    eprintln!(
+        "load {:.2} s; prompt {} tokens, {:.1} tokens/s; generated {} tokens, {:.1} tokens/s",
+        load_time.as_secs_f64(),
+        request.prompt.len(),
+        rate(request.prompt.len(), generated.prompt_time),
+        generated.ids.len(),
+        rate(generated.ids.len().saturating_sub(1), generated.decode_time),
+    );
+    Ok(())
+}
+
+fn fresh_seed() -> u64 {
+    use std::hash::{BuildHasher, RandomState};
+    RandomState::new().hash_one(0)
+}
+
+fn rate(tokens: usize, time: Duration) -> f64 {
+    if time.is_zero() {
+        0.0
+    } else {
+        tokens as f64 / time.as_secs_f64()
+    }
+}
+
+/// Times in seconds, rates in tokens a second; the first generated token counts as the prompt's.
+fn timings(request: &Request, generated: &Generated, load_time: Duration) -> serde_json::Value {
+    json!({
+        "load_s": load_time.as_secs_f64(),
+        "prompt_tokens": request.prompt.len(),
+        "prompt_s": generated.prompt_time.as_secs_f64(),
+        "prompt_tokens_per_s": rate(request.prompt.len(), generated.prompt_time),
+        "generated_tokens": generated.ids.len(),
+        "decode_s": generated.decode_time.as_secs_f64(),
+        "decode_tokens_per_s":
+            rate(generated.ids.len().saturating_sub(1), generated.decode_time),
+    })
+}
+
+/// Writes `logits`, whole or not at all.
+fn write_logits(file: &Path, generated: &Generated, vocab: usize) -> anyhow::Result<()> {
+    let parent = match file.parent() {
+        Some(p) if !p.as_os_str().is_empty() => p,
+        _ => Path::new("."),
+    };
+    let write = || -> anyhow::Result<()> {
+        let bytes: Vec<u8> = generated
+            .logits
+            .iter()
+            .flat_map(|x| x.to_le_bytes())
+            .collect();
+        let shape = vec![generated.ids.len(), vocab];
+        let view = safetensors::tensor::TensorView::new(safetensors::Dtype::F32, shape, &bytes)?;
+        let mut staged = tempfile::NamedTempFile::new_in(parent)?;
+        let whole = safetensors::serialize([("logits", view)], None)?;
+        std::io::Write::write_all(&mut staged, &whole)?;
+        #[cfg(unix)]
+        {
+            use std::os::unix::fs::PermissionsExt;
+            let mode = std::fs::Permissions::from_mode(0o644);
+            staged.as_file().set_permissions(mode)?;
+        }
+        staged.persist(file)?;
+        Ok(())
+    };
+    write().with_context(|| format!("{}: the logits cannot be written", file.display()))
+}

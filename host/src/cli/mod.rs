@@ -1,0 +1,65 @@
+//! The command line: arguments, what goes to which stream, exit codes.
+//!
+//! Results go to stdout and nothing else does; 0 is success, 1 a failure that one line on stderr
+//! explains, 2 wrong usage (clap's).
+
+mod convert;
+mod eval;
+mod generate;
+pub mod ui;
+
+use std::io::{self, ErrorKind};
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+
+#[derive(Parser)]
+#[command(name = "host", version, about, max_term_width = 100)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Generate text from a prompt
+    Generate(generate::GenerateArgs),
+    /// Mean negative log-likelihood of given tokens, in nats
+    Eval(eval::EvalArgs),
+    /// Make a model directory from a Hugging Face checkpoint
+    Convert(convert::ConvertArgs),
+}
+
+/// Parses the command line and runs it.
+pub fn main() -> ExitCode {
+    let cli = Cli::parse();
+    tracing_subscriber::fmt()
+        .with_env_filter(
+            tracing_subscriber::EnvFilter::try_from_env("ANSATZ_LOG")
+                .unwrap_or_else(|_| "warn".into()),
+        )
+        .with_writer(io::stderr)
+        .without_time()
+        .with_target(false)
+        .init();
+    let done = match cli.command {
+        Command::Generate(args) => generate::run(args),
+        Command::Eval(args) => eval::run(args),
+        Command::Convert(args) => convert::run(args),
+    };
+    match done {
+        Ok(()) => ExitCode::SUCCESS,
+        // Whoever read our output has had enough.
+        Err(e) if is_broken_pipe(&e) => ExitCode::SUCCESS,
+        Err(e) => {
+            eprintln!("error: {e:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn is_broken_pipe(e: &anyhow::Error) -> bool {
+    e.chain()
+        .filter_map(|c| c.downcast_ref::<io::Error>())
+        .any(|e| e.kind() == ErrorKind::BrokenPipe)
+}

@@ -1,0 +1,49 @@
+//! Standard output and progress.
+
+use std::io::{self, Write};
+use std::time::{Duration, Instant};
+
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+
+/// Writes to stdout at once; a closed pipe is an error that `cli::main` keeps quiet about.
+pub fn out(text: &str) -> io::Result<()> {
+    let mut stdout = io::stdout().lock();
+    stdout.write_all(text.as_bytes())?;
+    stdout.flush()
+}
+
+/// A progress bar on stderr that shows once a second has gone by, and only on a terminal.
+pub struct Progress {
+    bar: ProgressBar,
+    start: Instant,
+    shown: bool,
+}
+
+impl Progress {
+    /// Of something named `what`.
+    pub fn new(what: &'static str) -> Self {
+        let bar = ProgressBar::hidden().with_message(what);
+        let style = ProgressStyle::with_template("{msg} {bar:30} {pos}/{len} {eta}");
+        bar.set_style(style.expect("a template that parses"));
+        Self {
+            bar,
+            start: Instant::now(),
+            shown: false,
+        }
+    }
+
+    /// `done` of `all`.
+    pub fn set(&mut self, done: usize, all: usize) {
+        if !self.shown && self.start.elapsed() > Duration::from_secs(1) {
+            self.bar.set_draw_target(ProgressDrawTarget::stderr());
+            self.shown = true;
+        }
+        self.bar.set_length(all as u64);
+        self.bar.set_position(done as u64);
+    }
+
+    /// Takes the bar away.
+    pub fn finish(self) {
+        self.bar.finish_and_clear();
+    }
+}

@@ -1,0 +1,176 @@
+//! Choosing a token from logits.
+
+use std::cmp::Ordering;
+
+/// How tokens are chosen.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Sampling {
+    /// Temperature; 0 takes the largest logit.
+    pub temp: f32,
+    /// Only the `top_k` largest logits stay in the choice; 0 for all.
+    pub top_k: usize,
+    /// Only the fewest tokens whose probabilities (at temperature 1) sum to `top_p` stay.
+    pub top_p: f32,
+    /// Where the random numbers start.
+    pub seed: u64,
+}
+
+/// SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, OOPSLA 2014).
+#[derive(Clone, Debug)]
+pub struct SplitMix64(u64);
+
+impl SplitMix64 {
+    /// The sequence of a seed.
+    pub fn new(seed: u64) -> Self {
+        Self(seed)
+    }
+
+    /// The next 64 bits.
+    pub fn next_u64(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let z = (self.0 ^ self.0 >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        let z = (z ^ z >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ z >> 31
+    }
+
+    /// Uniform in `[0, 1)`, 53 bits.
+    pub fn next_f64(&mut self) -> f64 {
+        (self.next_u64() >> 11) as f64 / (1u64 << 53) as f64
+    }
+}
+
+/// A sampler and its state. The same seed and logits give the same tokens on every machine: the
+/// exponential is libm's own code, sums go in one order.
+#[derive(Clone, Debug)]
+pub struct Sampler {
+    sampling: Sampling,
+    random: SplitMix64,
+}
+
+impl Sampler {
+    /// At the start of its random numbers.
+    pub fn new(sampling: Sampling) -> Self {
+        Self {
+            random: SplitMix64::new(sampling.seed),
+            sampling,
+        }
+    }
+
+    /// Chooses from one row of logits, which must not be empty. NaN is never chosen over a number.
+    pub fn choose(&mut self, logits: &[f32]) -> u32 {
+        let Sampling {
+            temp, top_k, top_p, ..
+        } = self.sampling;
+        if temp == 0.0 {
+            return greedy(logits);
+        }
+        // Largest first, of equal ones the lowest id.
+        let mut order: Vec<u32> = (0..logits.len() as u32).collect();
+        let by_logit = |a: &u32, b: &u32| -> Ordering {
+            let (x, y) = (logits[*a as usize], logits[*b as usize]);
+            x.is_nan()
+                .cmp(&y.is_nan())
+                .then(y.partial_cmp(&x).unwrap_or(Ordering::Equal))
+                .then(a.cmp(b))
+        };
+        if top_k > 0 && top_k < order.len() {
+            order.select_nth_unstable_by(top_k, by_logit);
+            order.truncate(top_k);
+        }
+        order.sort_unstable_by(by_logit);
+        let top = logits[order[0] as usize] as f64;
+        let weight = |id: &u32, temp: f64| libm::exp((logits[*id as usize] as f64 - top) / temp);
+        if top_p < 1.0 {
+            let total: f64 = order.iter().map(|id| weight(id, 1.0)).sum();
+            let mut sum = 0.0;
+            let keep = order
+                .iter()
+                .position(|id| {
+                    sum += weight(id, 1.0);
+                    sum >= top_p as f64 * total
+                })
+                .map_or(order.len(), |last| last + 1);
+            order.truncate(keep);
+        }
+        let total: f64 = order.iter().map(|id| weight(id, temp as f64)).sum();
+        let target = self.random.next_f64() * total;
+        let mut sum = 0.0;
+        for id in &order {
+            sum += weight(id, temp as f64);
+            if target < sum {
+                return *id;
+            }
+        }
+        // Not reached but for rounding, or where every logit is NaN.
+        order[0]
+    }
+}
+
+/// The largest logit's token, of equal ones the lowest.
+pub fn greedy(logits: &[f32]) -> u32 {
+    let mut best = 0;
+    for (i, x) in logits.iter().enumerate() {
+        if *x > logits[best] || (logits[best].is_nan() && !x.is_nan()) {
+            best = i;
+        }
+    }
+    best as u32
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn sampler(temp: f32, top_k: usize, top_p: f32) -> Sampler {
+        Sampler::new(Sampling {
+            temp,
+            top_k,
+            top_p,
+            seed: 7,
+        })
+    }
+
+    #[test]
+    fn splitmix_matches_its_published_sequence() {
+        // First outputs for seed 1234567, as the reference C code prints them.
+        let mut r = SplitMix64::new(1_234_567);
+        assert_eq!(r.next_u64(), 6_457_827_717_110_365_317);
+        assert_eq!(r.next_u64(), 3_203_168_211_198_807_973);
+    }
+
+    #[test]
+    fn greedy_takes_the_first_of_equals() {
+        assert_eq!(greedy(&[1.0, 3.0, 3.0]), 1);
+        assert_eq!(greedy(&[f32::NAN, -1.0, f32::NAN]), 1);
+        assert_eq!(sampler(0.0, 0, 1.0).choose(&[0.0, 2.0, 2.0]), 1);
+    }
+
+    #[test]
+    fn frequencies_follow_the_softmax() {
+        let logits = [0.0, 2.0f32.ln(), 5.0f32.ln(), -1e9];
+        let mut s = sampler(1.0, 0, 1.0);
+        let mut count = [0; 4];
+        let n = 80_000;
+        for _ in 0..n {
+            count[s.choose(&logits) as usize] += 1;
+        }
+        for (c, p) in count.iter().zip([0.125, 0.25, 0.625, 0.0]) {
+            // Four standard deviations of a binomial share.
+            let d = 4.0 * (p * (1.0 - p) / n as f64).sqrt();
+            assert!((*c as f64 / n as f64 - p).abs() <= d, "{count:?}");
+        }
+    }
+
+    #[test]
+    fn top_k_and_top_p_cut_the_tail() {
+        let logits: Vec<f32> = (0..50).map(|i| -(i as f32) * 0.1).collect();
+        let mut s = sampler(5.0, 3, 1.0);
+        assert!((0..500).all(|_| s.choose(&logits) < 3));
+        let p0 = 1.0 / logits.iter().map(|x| x.exp()).sum::<f32>();
+        let mut s = sampler(5.0, 0, p0 * 1.5);
+        let seen: Vec<u32> = (0..500).map(|_| s.choose(&logits)).collect();
+        assert!(seen.iter().all(|t| *t < 2) && seen.contains(&1));
+        let mut s = sampler(100.0, 0, p0 * 0.5);
+        assert!((0..100).all(|_| s.choose(&logits) == 0));
+    }
+}

@@ -1,0 +1,129 @@
+//! Text to tokens and back.
+
+use std::path::{Path, PathBuf};
+
+use tokenizers::Tokenizer as Inner;
+
+use crate::model::{Config, ModelError};
+
+/// GLM tokenizers open every text with these two special tokens where their `tokenizer.json` has
+/// no post-processor that does it.
+const PREFIX: [&str; 2] = ["[gMASK]", "<sop>"];
+
+/// A model's `tokenizer.json`.
+pub struct Tokenizer {
+    inner: Inner,
+    file: PathBuf,
+    prefix: Vec<u32>,
+}
+
+impl Tokenizer {
+    /// Reads `tokenizer.json` in `dir`; `None` if there is none.
+    pub fn read(dir: &Path, config: &Config) -> Result<Option<Self>, ModelError> {
+        let file = dir.join("tokenizer.json");
+        if !file.is_file() {
+            return Ok(None);
+        }
+        let wrong = |field: &str, expected: String, found: String| {
+            ModelError::field(
+                &file,
+                field,
+                expected,
+                found,
+                "copy it from the checkpoint again",
+            )
+        };
+        let inner = Inner::from_file(&file)
+            .map_err(|e| wrong("file", "a tokenizer".into(), e.to_string()))?;
+        let size = inner
+            .get_vocab(true)
+            .values()
+            .max()
+            .map_or(0, |id| *id as usize + 1);
+        if size > config.vocab {
+            let expected = format!("ids below vocab_size {}", config.vocab);
+            return Err(wrong("vocabulary", expected, format!("{}", size - 1)));
+        }
+        let added = inner
+            .encode("", true)
+            .map_err(|e| wrong("post_processor", "one that works".into(), e.to_string()))?;
+        let prefix = if added.is_empty() {
+            PREFIX
+                .iter()
+                .map(|t| inner.token_to_id(t))
+                .collect::<Option<_>>()
+                .unwrap_or_default()
+        } else {
+            Vec::new()
+        };
+        Ok(Some(Self {
+            inner,
+            file,
+            prefix,
+        }))
+    }
+
+    /// Tokens of a prompt, with the special tokens that open one.
+    pub fn encode(&self, text: &str) -> Result<Vec<u32>, ModelError> {
+        let encoding = self.inner.encode(text, true).map_err(|e| {
+            ModelError::field(
+                &self.file,
+                "prompt",
+                "text that it encodes",
+                e,
+                "change the prompt",
+            )
+        })?;
+        Ok([&self.prefix, encoding.get_ids()].concat())
+    }
+
+    /// A decoder for a stream of tokens.
+    pub fn stream(&self) -> TextStream<'_> {
+        TextStream {
+            tokenizer: self,
+            pending: Vec::new(),
+        }
+    }
+
+    fn text(&self, ids: &[u32]) -> Result<String, ModelError> {
+        self.inner.decode(ids, true).map_err(|e| {
+            ModelError::field(
+                &self.file,
+                "decoder",
+                "one that takes the model's tokens",
+                e,
+                "copy it from the checkpoint again",
+            )
+        })
+    }
+}
+
+/// Tokens that are held until they make whole characters at most: a character has up to 4 bytes.
+const HELD: usize = 4;
+
+/// Decodes tokens as they come, in whole characters. Special tokens give no text.
+pub struct TextStream<'a> {
+    tokenizer: &'a Tokenizer,
+    pending: Vec<u32>,
+}
+
+impl TextStream<'_> {
+    /// The text that `id` completes, maybe none yet.
+    pub fn push(&mut self, id: u32) -> Result<String, ModelError> {
+        self.pending.push(id);
+        let text = self.tokenizer.text(&self.pending)?;
+        // A character cut in the middle decodes to U+FFFD; bytes that are no text at all stay so.
+        if text.ends_with('\u{fffd}') && self.pending.len() < HELD {
+            return Ok(String::new());
+        }
+        self.pending.clear();
+        Ok(text)
+    }
+
+    /// What is left.
+    pub fn finish(&mut self) -> Result<String, ModelError> {
+        let text = self.tokenizer.text(&self.pending)?;
+        self.pending.clear();
+        Ok(text)
+    }
+}
