@@ -2,11 +2,16 @@
 
 mod support;
 
+use std::path::Path;
+
 use host::backend::LoadExperts;
+use host::backend::cpu::Cpu;
 use host::backend::reference::Reference;
+use host::engine::{Device, Options};
+use host::eval::{eval, read_ids};
 use host::expert::{Form, ScaleKind};
-use host::model::directory::RawExperts;
-use host::model::{Config, Model, Source, Wanted};
+use host::model::{Config, Model, Source, Wanted, default_directory};
+use host::sample::greedy;
 use support::{Case, converted, deviation, oracle};
 
 /// Logits may deviate by this share of their standard deviation: two orders of summation in f32,
@@ -17,20 +22,10 @@ const BRANCHED: f64 = 2e-2;
 /// Steps whose two best logits are closer than this are no test of anything.
 const MARGIN: f32 = 0.01;
 
-fn model<B: LoadExperts>(backend: B, dir: &std::path::Path) -> Model<B> {
+fn model<B: LoadExperts>(backend: B, dir: &Path) -> Model<B> {
     let config = Config::read(dir).unwrap();
-    let source = Source::Raw(RawExperts::open(dir, &config).unwrap());
+    let source = Source::open(dir, &config, None).unwrap();
     Model::load(backend, dir, config, &source, Form::Fused, |_| ()).unwrap()
-}
-
-fn argmax(logits: &[f32]) -> u32 {
-    let mut best = 0;
-    for (i, x) in logits.iter().enumerate() {
-        if *x > logits[best] {
-            best = i;
-        }
-    }
-    best as u32
 }
 
 /// What a case gave.
@@ -61,7 +56,7 @@ fn run<B: LoadExperts>(model: &Model<B>, case: &Case) -> Outcome {
     // The oracle's own tokens are fed, so that every step is compared in the same context.
     let mut wrong = 0;
     for (token, margin) in case.greedy.iter().zip(&case.greedy_margin) {
-        if argmax(&logits) != *token && *margin >= MARGIN {
+        if greedy(&logits) != *token && *margin >= MARGIN {
             wrong += 1;
         }
         logits = model
@@ -74,11 +69,8 @@ fn run<B: LoadExperts>(model: &Model<B>, case: &Case) -> Outcome {
     }
 }
 
-fn compare<B: LoadExperts>(backend: B, name: &str, scales: ScaleKind, cases: usize) {
-    let Some(dir) = converted(name, scales) else {
-        return;
-    };
-    let model = model(backend, &dir.path().join("model"));
+fn compare<B: LoadExperts>(backend: B, dir: &Path, name: &str, scales: ScaleKind, cases: usize) {
+    let model = model(backend, dir);
     let mut branched = 0;
     for case in oracle(name, scales).cases.iter().take(cases) {
         let n = case.input_ids.len();
@@ -95,22 +87,87 @@ fn compare<B: LoadExperts>(backend: B, name: &str, scales: ScaleKind, cases: usi
     assert!(branched <= 1, "{branched} cases left the oracle");
 }
 
+fn cpu() -> Cpu {
+    Cpu::new().unwrap()
+}
+
 #[test]
 fn tiny_row() {
-    compare(Reference, "tiny-dsa", ScaleKind::Row, usize::MAX);
+    let made = converted("tiny-dsa", ScaleKind::Row).unwrap();
+    let dir = made.path().join("model");
+    compare(cpu(), &dir, "tiny-dsa", ScaleKind::Row, usize::MAX);
+    compare(Reference, &dir, "tiny-dsa", ScaleKind::Row, usize::MAX);
 }
 
 #[test]
 fn tiny_g64() {
-    compare(Reference, "tiny-dsa", ScaleKind::G64, usize::MAX);
+    let made = converted("tiny-dsa", ScaleKind::G64).unwrap();
+    let dir = made.path().join("model");
+    compare(cpu(), &dir, "tiny-dsa", ScaleKind::G64, usize::MAX);
+    compare(Reference, &dir, "tiny-dsa", ScaleKind::G64, 3);
 }
 
 #[test]
 fn sotu_row() {
-    compare(Reference, "sotu", ScaleKind::Row, usize::MAX);
+    let dir = default_directory().expect("models/sotu-row of the repository");
+    compare(cpu(), &dir, "sotu", ScaleKind::Row, usize::MAX);
 }
 
 #[test]
 fn sotu_g64() {
-    compare(Reference, "sotu", ScaleKind::G64, usize::MAX);
+    if let Some(made) = converted("sotu", ScaleKind::G64) {
+        let dir = made.path().join("model");
+        compare(cpu(), &dir, "sotu", ScaleKind::G64, usize::MAX);
+    }
+}
+
+/// Batches of any size give the same bits, also where a batch crosses the indexer's top-k.
+#[test]
+fn batches_change_no_bit() {
+    let made = converted("tiny-dsa", ScaleKind::Row).unwrap();
+    let model = model(cpu(), &made.path().join("model"));
+    let ids: Vec<u32> = (0..60).map(|i| (i * 97 + 5) % 512).collect();
+    let logits = |sizes: &[usize]| {
+        let mut session = model.session(ids.len(), Wanted::All).unwrap();
+        let mut at = 0;
+        let mut out = Vec::new();
+        for n in sizes {
+            let batch = &ids[at..at + n];
+            out.extend(model.forward(&mut session, batch, Wanted::All).unwrap());
+            at += n;
+        }
+        assert_eq!(at, ids.len());
+        out.iter().map(|x| x.to_bits()).collect::<Vec<_>>()
+    };
+    let whole = logits(&[60]);
+    assert_eq!(logits(&[1; 60]), whole);
+    assert_eq!(logits(&[7, 9, 1, 13, 30]), whole);
+}
+
+/// Mean negative log-likelihood of the held-out text, 20 windows of 512.
+fn held_out(dir: &Path, want: f64) {
+    let options = Options {
+        device: Device::Cpu,
+        tier: None,
+        form: Form::Fused,
+    };
+    let mut engine = host::engine::open(dir, options, |_, _| ()).unwrap();
+    let ids = read_ids(&support::data().join("val.u16")).unwrap();
+    let score = eval(engine.as_mut(), &ids, 512, Some(20), |_, _| ()).unwrap();
+    eprintln!("{:.6} nats, expected {want}", score.nll);
+    assert_eq!((score.tokens, score.windows), (10240, 20));
+    assert!((score.nll - want).abs() <= 0.002, "{}", score.nll);
+}
+
+#[test]
+fn held_out_row() {
+    let dir = default_directory().expect("models/sotu-row of the repository");
+    held_out(&dir, 3.6419);
+}
+
+#[test]
+fn held_out_g64() {
+    if let Some(made) = converted("sotu", ScaleKind::G64) {
+        held_out(&made.path().join("model"), 3.6380);
+    }
 }

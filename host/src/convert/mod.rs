@@ -406,7 +406,9 @@ pub fn convert(
     for name in COPIED {
         let source = from.join(name);
         if source.is_file() {
-            fs::copy(&source, staged.path().join(name))
+            // Not `fs::copy`, which would keep a read-only file read-only.
+            fs::read(&source)
+                .and_then(|bytes| fs::write(staged.path().join(name), bytes))
                 .map_err(|e| ModelError::io(&source, e, "check the space left on the disk"))?;
         }
     }

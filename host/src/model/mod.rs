@@ -13,7 +13,7 @@ pub use forward::{CHUNK, Session, Wanted};
 pub use weights::{Model, Placement, Source, hex};
 
 /// Where a model is that nobody named: `$ANSATZ_MODEL`; else the repository's, where the program
-/// was built; else `../models/sotu-row` beside the program. `None` if none of them is a directory.
+/// was built; else `../models/sotu-row` beside the program. `None` if neither is a directory.
 pub fn default_directory() -> Option<std::path::PathBuf> {
     const NAME: &str = "models/sotu-row";
     if let Some(dir) = std::env::var_os("ANSATZ_MODEL") {

@@ -38,7 +38,7 @@ impl Source {
             return Ok(Self::Raw(RawExperts::open(dir, config)?));
         }
         if !archive.exists() {
-            let missing = std::io::Error::from(std::io::ErrorKind::NotFound);
+            let missing = std::io::Error::new(std::io::ErrorKind::NotFound, "no such file");
             return Err(if raw.exists() {
                 ModelError::io(&archive, missing, "make it with `host pack -m DIR`")
             } else {

@@ -1,0 +1,433 @@
+//! `host generate` and `host eval` as a user runs them.
+
+mod support;
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
+
+use assert_cmd::Command;
+use host::archive::{PackOptions, SafetensorsExperts, pack};
+use host::expert::ScaleKind;
+use predicates::prelude::*;
+use predicates::str::contains;
+use serde_json::Value;
+
+/// Path of a model directory with raw and coded experts, made once.
+fn tiny() -> &'static Path {
+    static DIR: OnceLock<(tempfile::TempDir, PathBuf)> = OnceLock::new();
+    let (_, dir) = DIR.get_or_init(|| {
+        let made = support::converted("tiny-dsa", ScaleKind::Row).unwrap();
+        let dir = made.path().join("model");
+        add_archive(&dir);
+        (made, dir)
+    });
+    dir
+}
+
+fn add_archive(dir: &Path) {
+    let experts = SafetensorsExperts::open(dir).unwrap();
+    let options = PackOptions::default();
+    pack(&experts, &options, &dir.join("experts.ansx"), |_| ()).unwrap();
+}
+
+fn host(args: &[&str]) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_host"));
+    command.args(args);
+    command
+}
+
+fn generate(model: &Path, args: &[&str]) -> Command {
+    let mut command = host(&["generate", "--device", "cpu", "-m"]);
+    command.arg(model).args(args);
+    command
+}
+
+fn json(command: &mut Command) -> Value {
+    let out = command.assert().success().get_output().stdout.clone();
+    serde_json::from_slice(&out).unwrap()
+}
+
+const PROMPT: [&str; 2] = ["--prompt-ids", "191,80,91,337,439,269,12"];
+
+#[test]
+fn raw_and_coded_experts_give_the_same_logits() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut files = Vec::new();
+    for (name, args) in [
+        ("raw", &["--tier", "raw"][..]),
+        ("fused", &["--tier", "ans", "--kernel", "fused"]),
+        ("unfused", &["--tier", "ans", "--kernel", "unfused"]),
+        ("default", &[]),
+        ("reference", &["--device", "reference"]),
+    ] {
+        let file = dir.path().join(name);
+        let mut command = host(&["generate", "-m"]);
+        command.arg(tiny()).args(PROMPT).args(args);
+        command.args(["-n", "30", "--temp", "0", "--json", "--logits"]);
+        let object = json(command.arg(&file));
+        let tier = object["placement"]["tiers"][0].clone();
+        let raw = name == "raw";
+        assert_eq!(tier["tier"], if raw { "ram-raw" } else { "ram-ans" });
+        assert_eq!(tier["experts"], 64);
+        assert_eq!(object["finish_reason"], "length");
+        files.push((fs::read(file).unwrap(), object["token_ids"].clone()));
+    }
+    assert!(files.iter().all(|f| *f == files[0]));
+    let tensors = safetensors::SafeTensors::deserialize(&files[0].0).unwrap();
+    let logits = tensors.tensor("logits").unwrap();
+    assert_eq!(logits.shape(), [30, 512]);
+    let rows: Vec<Vec<f32>> = logits
+        .data()
+        .chunks(4 * 512)
+        .map(|row| {
+            row.chunks(4)
+                .map(|b| f32::from_le_bytes(b.try_into().unwrap()))
+                .collect()
+        })
+        .collect();
+    for (row, id) in rows.iter().zip(files[0].1.as_array().unwrap()) {
+        assert_eq!(host::sample::greedy(row) as u64, id.as_u64().unwrap());
+    }
+}
+
+#[test]
+fn an_archive_alone_serves_both_tiers() {
+    let dir = tempfile::tempdir().unwrap();
+    for name in ["config.json", "dense.safetensors", "experts.ansx"] {
+        fs::copy(tiny().join(name), dir.path().join(name)).unwrap();
+    }
+    let tokens = |dir: &Path, tier: &str| {
+        let mut command = generate(dir, &PROMPT);
+        json(command.args(["-n", "8", "--temp", "0", "--json", "--tier", tier]))["token_ids"]
+            .clone()
+    };
+    let want = tokens(tiny(), "raw");
+    assert_eq!(tokens(dir.path(), "raw"), want);
+    assert_eq!(tokens(dir.path(), "ans"), want);
+}
+
+#[test]
+fn seeds_repeat() {
+    let run = |seed: &str| {
+        let mut command = generate(tiny(), &PROMPT);
+        json(command.args(["-n", "20", "--temp", "2", "--json", "--seed", seed]))
+    };
+    let (a, b, c) = (run("1"), run("1"), run("2"));
+    assert_eq!(a["token_ids"], b["token_ids"]);
+    assert_ne!(a["token_ids"], c["token_ids"]);
+    assert_eq!(a["seed"], 1);
+    assert_eq!(a["prompt_ids"].as_array().unwrap().len(), 7);
+    assert!(a["timings"]["decode_tokens_per_s"].as_f64().unwrap() > 0.0);
+}
+
+/// A refusal: exit code, and one line that says what is wrong and what to do.
+fn refused(command: &mut Command, code: i32, says: &[&str]) {
+    let assert = command.assert().code(code).stdout("");
+    let stderr = String::from_utf8(assert.get_output().stderr.clone()).unwrap();
+    let line = stderr.lines().find(|l| l.starts_with("error: ")).unwrap();
+    for text in says {
+        assert!(line.contains(text), "{text:?} not in {line:?}");
+    }
+    if code == 1 {
+        assert!(stderr.lines().last() == Some(line), "{stderr}");
+    }
+}
+
+#[test]
+fn wrong_usage_and_bad_prompts() {
+    let long = vec!["1"; 513].join(",");
+    refused(&mut host(&["generate", "-m", "x"]), 2, &["required"]);
+    refused(
+        &mut generate(tiny(), &["-p", "a", "--prompt-ids", "1"]),
+        2,
+        &["--prompt"],
+    );
+    refused(&mut generate(tiny(), &["--prompt-ids", "1,x"]), 2, &["x"]);
+    refused(
+        &mut generate(tiny(), &["--prompt-ids", "1", "--top-p", "0"]),
+        2,
+        &["--top-p"],
+    );
+    refused(
+        &mut generate(tiny(), &["-p", "a"]),
+        1,
+        &["tokenizer.json", "--prompt-ids"],
+    );
+    refused(
+        &mut generate(tiny(), &["--prompt-ids", "1,512"]),
+        1,
+        &["token 512", "512 tokens"],
+    );
+    refused(
+        &mut generate(tiny(), &["--prompt-ids", &long]),
+        1,
+        &["513 tokens", "context 512"],
+    );
+    let small = ["--prompt-ids", "1,2,3", "-c", "2"];
+    refused(
+        &mut generate(tiny(), &small),
+        1,
+        &["3 tokens", "--ctx-size", "512"],
+    );
+    let large = ["--prompt-ids", "1", "-c", "513"];
+    refused(&mut generate(tiny(), &large), 1, &["--ctx-size 513", "512"]);
+}
+
+#[test]
+fn the_context_ends_generation() {
+    let ids = vec!["5"; 510].join(",");
+    let mut command = generate(tiny(), &["--prompt-ids", &ids, "-n", "-1", "--temp", "0"]);
+    let object = json(command.args(["--json", "--ignore-eos"]));
+    // Positions 510 and 511, and one token after the last.
+    assert_eq!(object["token_ids"].as_array().unwrap().len(), 3);
+    assert_eq!(object["finish_reason"], "length");
+}
+
+#[test]
+fn bad_models() {
+    let missing = Path::new("no/such/model");
+    refused(
+        &mut generate(missing, &PROMPT),
+        1,
+        &["no/such/model", "host convert"],
+    );
+    let changed = |name: &str, change: &dyn Fn(&Path)| {
+        let dir = tempfile::tempdir().unwrap();
+        for name in ["config.json", "dense.safetensors", "experts.safetensors"] {
+            fs::copy(tiny().join(name), dir.path().join(name)).unwrap();
+        }
+        change(&dir.path().join(name));
+        dir
+    };
+    let dir = changed("config.json", &|f| {
+        let text = fs::read_to_string(f).unwrap();
+        fs::write(
+            f,
+            text.replace("\"hidden_size\": 128", "\"hidden_size\": 192"),
+        )
+        .unwrap();
+    });
+    let says = ["experts.safetensors", "expected shape", "convert"];
+    refused(&mut generate(dir.path(), &PROMPT), 1, &says);
+    let dir = changed("config.json", &|f| {
+        let text = fs::read_to_string(f).unwrap();
+        fs::write(
+            f,
+            text.replace("\"vocab_size\": 512", "\"vocab_size\": 500"),
+        )
+        .unwrap();
+    });
+    let says = [
+        "dense.safetensors",
+        "embed_tokens",
+        "[500, 128]",
+        "[512, 128]",
+    ];
+    refused(&mut generate(dir.path(), &PROMPT), 1, &says);
+    let dir = changed("config.json", &|f| fs::write(f, "{").unwrap());
+    refused(
+        &mut generate(dir.path(), &PROMPT),
+        1,
+        &["config.json", "JSON"],
+    );
+    let dir = changed("dense.safetensors", &|f| {
+        let bytes = fs::read(f).unwrap();
+        fs::write(f, &bytes[..bytes.len() / 2]).unwrap();
+    });
+    refused(
+        &mut generate(dir.path(), &PROMPT),
+        1,
+        &["dense.safetensors", "convert it again"],
+    );
+    let dir = changed("experts.safetensors", &|f| fs::remove_file(f).unwrap());
+    refused(
+        &mut generate(dir.path(), &PROMPT),
+        1,
+        &["experts.safetensors", "host pack"],
+    );
+    let dir = changed("config.json", &|_| ());
+    let ans = ["--tier", "ans"];
+    refused(
+        generate(dir.path(), &PROMPT).args(ans),
+        1,
+        &["experts.ansx", "host pack"],
+    );
+}
+
+#[test]
+fn archives_of_other_models_are_refused() {
+    let other = support::converted("tiny-dsa", ScaleKind::G64).unwrap();
+    let other = other.path().join("model");
+    add_archive(&other);
+    let dir = tempfile::tempdir().unwrap();
+    for name in ["config.json", "dense.safetensors"] {
+        fs::copy(tiny().join(name), dir.path().join(name)).unwrap();
+    }
+    fs::copy(other.join("experts.ansx"), dir.path().join("experts.ansx")).unwrap();
+    let says = ["experts.ansx", "fingerprint", "another model", "host pack"];
+    refused(&mut generate(dir.path(), &PROMPT), 1, &says);
+    // Geometry alone gives it away too.
+    let config = fs::read_to_string(tiny().join("config.json")).unwrap();
+    let config = config.replace("\"n_routed_experts\": 16", "\"n_routed_experts\": 8");
+    fs::write(dir.path().join("config.json"), config).unwrap();
+    refused(
+        &mut generate(dir.path(), &PROMPT),
+        1,
+        &["experts a layer", "another model"],
+    );
+}
+
+#[test]
+fn damaged_records_are_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    for name in ["config.json", "dense.safetensors", "experts.ansx"] {
+        fs::copy(tiny().join(name), dir.path().join(name)).unwrap();
+    }
+    let archive = dir.path().join("experts.ansx");
+    let mut bytes = fs::read(&archive).unwrap();
+    let at = bytes.len() * 2 / 3;
+    bytes[at] ^= 4;
+    fs::write(&archive, &bytes).unwrap();
+    for tier in ["raw", "ans"] {
+        let mut command = generate(dir.path(), &PROMPT);
+        refused(
+            command.args(["--tier", tier]),
+            1,
+            &["experts.ansx", "layer", "expert", "checksum"],
+        );
+    }
+}
+
+#[test]
+fn eval_windows() {
+    let dir = tempfile::tempdir().unwrap();
+    let ids = dir.path().join("ids");
+    let tokens: Vec<u16> = (0..65).map(|i| (i * 37 + 11) % 512).collect();
+    fs::write(&ids, bytemuck::cast_slice::<u16, u8>(&tokens)).unwrap();
+    let eval = |args: &[&str]| {
+        let mut command = host(&["eval", "--device", "cpu", "-m"]);
+        command.arg(tiny()).arg("--ids").arg(&ids).args(args);
+        command
+    };
+    let nll = |args: &[&str]| json(eval(args).arg("--json"))["nll"].as_f64().unwrap();
+    let (first, both) = (
+        nll(&["--context", "32", "--windows", "1"]),
+        nll(&["--context", "32"]),
+    );
+    assert_ne!(first, both);
+    // The mean over two windows of equal length, the second scored alone.
+    fs::write(&ids, bytemuck::cast_slice::<u16, u8>(&tokens[32..])).unwrap();
+    let second = nll(&["--context", "32"]);
+    assert!(((first + second) / 2.0 - both).abs() < 1e-12);
+    refused(&mut eval(&[]), 1, &["512", "33", "--windows or --context"]);
+    refused(
+        &mut eval(&["--context", "513"]),
+        1,
+        &["--context 513", "512"],
+    );
+    fs::write(&ids, [1, 0, 2]).unwrap();
+    refused(&mut eval(&[]), 1, &["ids", "even number of bytes"]);
+    fs::write(&ids, [0, 0, 0, 2, 0, 0]).unwrap();
+    refused(&mut eval(&["--context", "2"]), 1, &["token 1", "below 512"]);
+}
+
+/// The model in the repository, once it is there.
+fn sotu() -> PathBuf {
+    let dir = host::model::default_directory();
+    dir.expect("models/sotu-row of the repository")
+}
+
+#[test]
+fn text_streams_alone_to_stdout() {
+    let args = [
+        "-p",
+        "The condition of the Treasury",
+        "-n",
+        "24",
+        "--temp",
+        "0",
+    ];
+    let plain = generate(&sotu(), &args).assert().success();
+    let text = String::from_utf8(plain.get_output().stdout.clone()).unwrap();
+    let object = json(generate(&sotu(), &args).arg("--json"));
+    assert_eq!(object["text"], text);
+    let prompt: Vec<u64> = object["prompt_ids"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|id| id.as_u64().unwrap())
+        .collect();
+    // As the oracle's prompt starts: [gMASK]<sop>.
+    let oracle = support::oracle("sotu", ScaleKind::Row);
+    let case = oracle
+        .cases
+        .iter()
+        .find(|c| c.prompt.as_deref() == Some(args[1]))
+        .unwrap();
+    assert!(
+        prompt.iter().eq(case
+            .input_ids
+            .iter()
+            .map(|id| *id as u64)
+            .collect::<Vec<_>>()
+            .iter())
+    );
+    assert!(text.len() > 24 && !text.contains('\u{fffd}'));
+    let file = tempfile::NamedTempFile::new().unwrap();
+    fs::write(file.path(), args[1]).unwrap();
+    let path = file.path().to_str().unwrap();
+    generate(&sotu(), &["-f", path, "-n", "24", "--temp", "0"])
+        .assert()
+        .success()
+        .stdout(text)
+        .stderr(contains("tokens/s").and(contains("experts")));
+}
+
+#[cfg(unix)]
+#[test]
+fn closed_pipes_and_ctrl_c_end_quietly() {
+    use std::io::Read;
+    use std::process::Stdio;
+    let spawn = |args: &[&str]| {
+        std::process::Command::new(env!("CARGO_BIN_EXE_host"))
+            .args(["generate", "--device", "cpu", "-m"])
+            .arg(sotu())
+            .args([
+                "-p",
+                "Our relations with Mexico",
+                "-n",
+                "-1",
+                "--ignore-eos",
+            ])
+            .args(args)
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap()
+    };
+    let mut child = spawn(&[]);
+    let mut some = [0; 16];
+    child.stdout.take().unwrap().read_exact(&mut some).unwrap(); // and closed
+    let out = child.wait_with_output().unwrap();
+    assert_eq!(out.status.code(), Some(0));
+    assert!(!String::from_utf8_lossy(&out.stderr).contains("error"));
+
+    let mut child = spawn(&[]);
+    let mut stdout = child.stdout.take().unwrap();
+    stdout.read_exact(&mut some).unwrap();
+    let kill = std::process::Command::new("kill")
+        .args(["-INT", &child.id().to_string()])
+        .status()
+        .unwrap();
+    assert!(kill.success());
+    let mut rest = String::new();
+    stdout.read_to_string(&mut rest).unwrap();
+    let out = child.wait_with_output().unwrap();
+    assert_eq!(out.status.code(), Some(0));
+    let stderr = String::from_utf8_lossy(&out.stderr);
+    assert!(
+        stderr.contains("interrupted") && stderr.contains("tokens/s"),
+        "{stderr}"
+    );
+}

@@ -1,0 +1,336 @@
+//! `host convert`: the int4 rule, forms of checkpoints, and that nothing half-made stays.
+
+mod support;
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::Path;
+
+use host::convert::convert;
+use host::expert::{MatrixKind, ScaleKind};
+use host::model::Config;
+use host::model::directory::{RawExperts, expert_tensor};
+use safetensors::SafeTensors;
+use safetensors::tensor::{Dtype, TensorView};
+
+type Tensors = BTreeMap<String, (Dtype, Vec<usize>, Vec<u8>)>;
+
+fn read(file: &Path) -> Tensors {
+    let bytes = fs::read(file).unwrap();
+    SafeTensors::deserialize(&bytes)
+        .unwrap()
+        .tensors()
+        .into_iter()
+        .map(|(name, t)| (name, (t.dtype(), t.shape().to_vec(), t.data().to_vec())))
+        .collect()
+}
+
+fn write(file: &Path, tensors: &Tensors) {
+    let views = tensors.iter().map(|(name, (dtype, shape, bytes))| {
+        (name, TensorView::new(*dtype, shape.clone(), bytes).unwrap())
+    });
+    safetensors::serialize_to_file(views, None, file).unwrap();
+}
+
+fn checkpoint() -> Tensors {
+    read(&support::data().join("tiny-dsa-hf/model.safetensors"))
+}
+
+/// A checkpoint directory with tiny-dsa's configuration.
+fn with_config() -> tempfile::TempDir {
+    let dir = tempfile::tempdir().unwrap();
+    let config = support::data().join("tiny-dsa-hf/config.json");
+    fs::copy(config, dir.path().join("config.json")).unwrap();
+    dir
+}
+
+fn entries(dir: &Path) -> Vec<String> {
+    let mut names: Vec<String> = fs::read_dir(dir)
+        .unwrap()
+        .map(|e| e.unwrap().file_name().into_string().unwrap())
+        .collect();
+    names.sort();
+    names
+}
+
+fn widen(bytes: &[u8]) -> Vec<f32> {
+    bytes
+        .chunks(2)
+        .map(|b| f32::from_bits((u16::from_le_bytes([b[0], b[1]]) as u32) << 16))
+        .collect()
+}
+
+#[test]
+fn experts_follow_the_rule_and_the_rest_is_verbatim() {
+    let source = checkpoint();
+    for (scales, span) in [(ScaleKind::Row, None), (ScaleKind::G64, Some(64))] {
+        let made = support::converted("tiny-dsa", scales).unwrap();
+        let dir = made.path().join("model");
+        let config = Config::read(&dir).unwrap();
+        let experts = RawExperts::open(&dir, &config).unwrap();
+        let mut seen = 0;
+        for layer in config.sparse_layers() {
+            for e in 0..config.router.experts {
+                for kind in MatrixKind::ALL {
+                    let (_, shape, bytes) = &source[&expert_tensor(layer, e, kind)];
+                    let w = widen(bytes);
+                    let m = experts.matrix(layer, e, kind).unwrap();
+                    let span = span.unwrap_or(shape[1]);
+                    for (g, group) in w.chunks(span).enumerate() {
+                        let amax = group.iter().fold(0.0f32, |m, w| m.max(w.abs()));
+                        let s = (amax / 7.0).max(1e-8);
+                        assert_eq!(m.scales[g], s);
+                        for (i, w) in group.iter().enumerate() {
+                            let at = g * span + i;
+                            let q = (m.packed[at / 2] >> (4 * (at % 2)) & 15) as i32 - 8;
+                            let want = (w / s).round_ties_even().clamp(-8.0, 7.0);
+                            assert_eq!(q, want as i32);
+                        }
+                    }
+                    seen += 1;
+                }
+            }
+        }
+        assert_eq!(seen, 4 * 16 * 3);
+        let dense = read(&dir.join("dense.safetensors"));
+        let want: Tensors = source
+            .iter()
+            .filter(|(name, _)| !name.contains(".mlp.experts."))
+            .map(|(n, t)| (n.clone(), t.clone()))
+            .collect();
+        assert_eq!(dense, want);
+        let config = |d: &Path| fs::read(d.join("config.json")).unwrap();
+        assert_eq!(config(&dir), config(&support::data().join("tiny-dsa-hf")));
+    }
+}
+
+/// The experts of a layer as transformers' modules hold them.
+fn fuse(tensors: &mut Tensors, layer: usize) {
+    let (mut gate_up, mut down) = (Vec::new(), Vec::new());
+    for e in 0..16 {
+        for kind in MatrixKind::ALL {
+            let (_, _, bytes) = tensors.remove(&expert_tensor(layer, e, kind)).unwrap();
+            match kind {
+                MatrixKind::Down => down.extend(bytes),
+                _ => gate_up.extend(bytes),
+            }
+        }
+    }
+    let name = |part: &str| format!("model.layers.{layer}.mlp.experts.{part}");
+    tensors.insert(
+        name("gate_up_proj"),
+        (Dtype::BF16, vec![16, 128, 128], gate_up),
+    );
+    tensors.insert(name("down_proj"), (Dtype::BF16, vec![16, 128, 64], down));
+}
+
+#[test]
+fn fused_sharded_and_f32_checkpoints_give_the_same_experts() {
+    let plain = support::converted("tiny-dsa", ScaleKind::Row).unwrap();
+    let want = read(&plain.path().join("model/experts.safetensors"));
+
+    let from = with_config();
+    let mut tensors = checkpoint();
+    fuse(&mut tensors, 3);
+    fuse(&mut tensors, 5);
+    // Layer 4 in f32; a layer past the last one as multi-token prediction has it.
+    for (name, (dtype, _, bytes)) in &mut tensors {
+        if name.starts_with("model.layers.4.mlp.experts.") {
+            *bytes = widen(bytes).iter().flat_map(|x| x.to_le_bytes()).collect();
+            *dtype = Dtype::F32;
+        }
+    }
+    let extra = tensors["model.norm.weight"].clone();
+    tensors.insert("model.layers.6.enorm.weight".into(), extra);
+    let mut shards = [Tensors::new(), Tensors::new()];
+    let mut map = serde_json::Map::new();
+    for (i, (name, t)) in tensors.into_iter().enumerate() {
+        map.insert(name.clone(), format!("part-{}.safetensors", i % 2).into());
+        shards[i % 2].insert(name, t);
+    }
+    for (i, shard) in shards.iter().enumerate() {
+        write(&from.path().join(format!("part-{i}.safetensors")), shard);
+    }
+    let index = serde_json::json!({ "metadata": {}, "weight_map": map });
+    let index_file = from.path().join("model.safetensors.index.json");
+    fs::write(&index_file, index.to_string()).unwrap();
+
+    let out = tempfile::tempdir().unwrap();
+    let to = out.path().join("m");
+    let summary = convert(from.path(), &to, ScaleKind::Row, false, |_, _| ()).unwrap();
+    assert_eq!(read(&to.join("experts.safetensors")), want);
+    assert_eq!((summary.experts, summary.left_out), (64, 1));
+    assert!(!read(&to.join("dense.safetensors")).contains_key("model.layers.6.enorm.weight"));
+
+    // A shard that the index names and that lacks a tensor.
+    let missing = shards[1].keys().next().unwrap().clone();
+    shards[1].remove(&missing);
+    write(&from.path().join("part-1.safetensors"), &shards[1]);
+    let e = convert(
+        from.path(),
+        &out.path().join("n"),
+        ScaleKind::Row,
+        false,
+        |_, _| (),
+    );
+    let e = e.unwrap_err().to_string();
+    assert!(e.contains(&missing) && e.contains("index.json"), "{e}");
+    assert_eq!(entries(out.path()), ["m"]);
+}
+
+#[test]
+fn a_taken_target_needs_force() {
+    let from = support::data().join("tiny-dsa-hf");
+    let out = tempfile::tempdir().unwrap();
+    let to = out.path().join("m");
+    fs::create_dir(&to).unwrap();
+    fs::write(to.join("notes"), "mine").unwrap();
+    let e = convert(&from, &to, ScaleKind::Row, false, |_, _| ()).unwrap_err();
+    assert!(e.to_string().contains("--force"), "{e}");
+    assert_eq!(fs::read(to.join("notes")).unwrap(), b"mine");
+    convert(&from, &to, ScaleKind::Row, true, |_, _| ()).unwrap();
+    let want = [
+        "config.json",
+        "dense.safetensors",
+        "experts.safetensors",
+        "generation_config.json",
+    ];
+    assert_eq!(entries(&to), want);
+    assert_eq!(entries(out.path()), ["m"]);
+}
+
+#[test]
+fn bad_checkpoints_leave_nothing_behind() {
+    let bad = |change: &dyn Fn(&mut Tensors), says: &str| {
+        let from = with_config();
+        let mut tensors = checkpoint();
+        change(&mut tensors);
+        write(&from.path().join("model.safetensors"), &tensors);
+        let out = tempfile::tempdir().unwrap();
+        let e = convert(
+            from.path(),
+            &out.path().join("m"),
+            ScaleKind::Row,
+            false,
+            |_, _| (),
+        );
+        let e = e.unwrap_err().to_string();
+        assert!(e.contains(says), "{says}: {e}");
+        assert!(entries(out.path()).is_empty());
+    };
+    let name = expert_tensor(4, 7, MatrixKind::Up);
+    bad(
+        &|t| t.get_mut(&name).unwrap().2[2001 * 2..2001 * 2 + 2].copy_from_slice(&[0x80, 0x7f]),
+        "up_proj.weight[2001]: expected a finite weight",
+    );
+    bad(&|t| drop(t.remove(&name)), "no such tensor");
+    bad(
+        &|t| t.get_mut(&name).unwrap().1 = vec![128, 64],
+        "expected shape [64, 128], found [128, 64]",
+    );
+    bad(
+        &|t| t.get_mut(&name).unwrap().0 = Dtype::F16,
+        "expected BF16 or F32, found F16",
+    );
+    bad(
+        &|t| t.get_mut("model.norm.weight").unwrap().0 = Dtype::I16,
+        "model.norm.weight: expected BF16 or F32",
+    );
+    // Cut short.
+    let from = with_config();
+    let whole = fs::read(support::data().join("tiny-dsa-hf/model.safetensors")).unwrap();
+    let cut = &whole[..whole.len() - 1];
+    fs::write(from.path().join("model.safetensors"), cut).unwrap();
+    let out = tempfile::tempdir().unwrap();
+    let e = convert(
+        from.path(),
+        &out.path().join("m"),
+        ScaleKind::Row,
+        false,
+        |_, _| (),
+    );
+    assert!(
+        e.unwrap_err()
+            .to_string()
+            .contains("whole safetensors file")
+    );
+    assert!(entries(out.path()).is_empty());
+}
+
+/// A large checkpoint of zeros takes no room on the disk and long enough to be interrupted.
+#[cfg(unix)]
+#[test]
+fn ctrl_c_leaves_nothing_behind() {
+    use std::io::Write;
+    let from = tempfile::tempdir().unwrap();
+    let (hidden, experts, layers) = (2048usize, 64usize, 3usize);
+    let config = support::data().join("tiny-dsa-hf/config.json");
+    let mut config: serde_json::Value = serde_json::from_slice(&fs::read(config).unwrap()).unwrap();
+    let object = config.as_object_mut().unwrap();
+    object.retain(|k, _| !k.ends_with("_types"));
+    for (k, v) in [
+        ("num_hidden_layers", layers),
+        ("first_k_dense_replace", 0),
+        ("hidden_size", hidden),
+        ("moe_intermediate_size", hidden),
+        ("n_routed_experts", experts),
+    ] {
+        object.insert(k.into(), v.into());
+    }
+    fs::write(from.path().join("config.json"), config.to_string()).unwrap();
+    let mut header = serde_json::Map::new();
+    let size = 2 * hidden * hidden;
+    let mut at = 0;
+    for layer in 0..layers {
+        for e in 0..experts {
+            for kind in MatrixKind::ALL {
+                header.insert(
+                    expert_tensor(layer, e, kind),
+                    serde_json::json!({"dtype": "BF16", "shape": [hidden, hidden],
+                        "data_offsets": [at, at + size]}),
+                );
+                at += size;
+            }
+        }
+    }
+    let header = serde_json::Value::Object(header).to_string();
+    let mut file = fs::File::create(from.path().join("model.safetensors")).unwrap();
+    file.write_all(&(header.len() as u64).to_le_bytes())
+        .unwrap();
+    file.write_all(header.as_bytes()).unwrap();
+    file.set_len(8 + header.len() as u64 + at as u64).unwrap();
+    drop(file);
+
+    let out = tempfile::tempdir().unwrap();
+    let mut child = std::process::Command::new(env!("CARGO_BIN_EXE_host"))
+        .args(["convert", "--from"])
+        .arg(from.path())
+        .arg("--to")
+        .arg(out.path().join("m"))
+        .stderr(std::process::Stdio::piped())
+        .spawn()
+        .unwrap();
+    // As soon as experts are being written.
+    let growing = || {
+        entries(out.path()).iter().any(|d| {
+            let file = out.path().join(d).join("experts.safetensors");
+            fs::metadata(file).is_ok_and(|m| m.len() > 1 << 20)
+        })
+    };
+    while !growing() {
+        assert!(
+            child.try_wait().unwrap().is_none(),
+            "ended before the signal"
+        );
+        std::thread::sleep(std::time::Duration::from_millis(5));
+    }
+    let kill = std::process::Command::new("kill")
+        .args(["-INT", &child.id().to_string()])
+        .status()
+        .unwrap();
+    assert!(kill.success());
+    let done = child.wait_with_output().unwrap();
+    assert_eq!(done.status.code(), Some(1));
+    assert!(String::from_utf8_lossy(&done.stderr).contains("interrupted"));
+    assert!(entries(out.path()).is_empty(), "{:?}", entries(out.path()));
+}
