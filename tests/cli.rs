@@ -9,6 +9,7 @@ use std::sync::OnceLock;
 use assert_cmd::Command;
 use host::archive::{PackOptions, SafetensorsExperts, pack};
 use host::expert::ScaleKind;
+use host::tokenizer::Tokenizer;
 use predicates::prelude::*;
 use predicates::str::contains;
 use serde_json::Value;
@@ -332,7 +333,38 @@ fn eval_windows() {
     refused(&mut eval(&["--context", "2"]), 1, &["token 1", "below 512"]);
 }
 
-/// The model in the repository, once it is there.
+#[test]
+fn text_round_trips_in_whole_characters() {
+    let config = host::model::Config::read(&sotu()).unwrap();
+    let tokenizer = Tokenizer::read(&sotu(), &config).unwrap().unwrap();
+    for case in support::oracle("sotu", ScaleKind::Row).cases {
+        if let Some(prompt) = case.prompt {
+            assert_eq!(tokenizer.encode(&prompt).unwrap(), case.input_ids);
+        }
+    }
+    // Two to four bytes a character, none of which are tokens of their own.
+    let text = "naïve “peace” – 日本 😀 done";
+    let ids = tokenizer.encode(text).unwrap();
+    let mut stream = tokenizer.stream();
+    let mut pieces: Vec<String> = ids.iter().map(|id| stream.push(*id).unwrap()).collect();
+    pieces.push(stream.finish().unwrap());
+    assert_eq!(pieces.concat(), text);
+    assert!(pieces.iter().filter(|p| !p.is_empty()).count() > 10);
+    // A character that never ends comes out as what it is.
+    let cut = ids
+        .iter()
+        .position(|id| stream.push(*id).unwrap().contains('日'))
+        .unwrap();
+    stream.finish().unwrap();
+    let rest: String = ids[..cut]
+        .iter()
+        .map(|id| stream.push(*id).unwrap())
+        .collect();
+    assert!(!rest.contains('\u{fffd}'));
+    assert_eq!(stream.finish().unwrap(), "\u{fffd}");
+}
+
+/// The model in the repository.
 fn sotu() -> PathBuf {
     let dir = host::model::default_directory();
     dir.expect("models/sotu-row of the repository")
@@ -375,7 +407,7 @@ fn text_streams_alone_to_stdout() {
     );
     assert!(text.len() > 24 && !text.contains('\u{fffd}'));
     let file = tempfile::NamedTempFile::new().unwrap();
-    fs::write(file.path(), args[1]).unwrap();
+    fs::write(file.path(), format!("{}\n", args[1])).unwrap();
     let path = file.path().to_str().unwrap();
     generate(&sotu(), &["-f", path, "-n", "24", "--temp", "0"])
         .assert()

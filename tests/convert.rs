@@ -263,35 +263,30 @@ fn bad_checkpoints_leave_nothing_behind() {
 fn ctrl_c_leaves_nothing_behind() {
     use std::io::Write;
     let from = tempfile::tempdir().unwrap();
-    let (hidden, experts, layers) = (2048usize, 64usize, 3usize);
-    let config = support::data().join("tiny-dsa-hf/config.json");
-    let mut config: serde_json::Value = serde_json::from_slice(&fs::read(config).unwrap()).unwrap();
-    let object = config.as_object_mut().unwrap();
-    object.retain(|k, _| !k.ends_with("_types"));
-    for (k, v) in [
-        ("num_hidden_layers", layers),
-        ("first_k_dense_replace", 0),
-        ("hidden_size", hidden),
-        ("moe_intermediate_size", hidden),
-        ("n_routed_experts", experts),
-    ] {
-        object.insert(k.into(), v.into());
-    }
-    fs::write(from.path().join("config.json"), config.to_string()).unwrap();
+    // tiny-dsa with experts as wide as can be.
+    let (narrow, wide) = (64, 8192);
+    let config = fs::read_to_string(support::data().join("tiny-dsa-hf/config.json")).unwrap();
+    let (old, new) = (
+        format!("\"moe_intermediate_size\": {narrow}"),
+        format!("\"moe_intermediate_size\": {wide}"),
+    );
+    assert!(config.contains(&old));
+    fs::write(from.path().join("config.json"), config.replace(&old, &new)).unwrap();
     let mut header = serde_json::Map::new();
-    let size = 2 * hidden * hidden;
     let mut at = 0;
-    for layer in 0..layers {
-        for e in 0..experts {
-            for kind in MatrixKind::ALL {
-                header.insert(
-                    expert_tensor(layer, e, kind),
-                    serde_json::json!({"dtype": "BF16", "shape": [hidden, hidden],
-                        "data_offsets": [at, at + size]}),
-                );
-                at += size;
+    for (name, (dtype, mut shape, _)) in checkpoint() {
+        if name.contains("experts") {
+            for n in &mut shape {
+                *n = if *n == narrow { wide } else { *n };
             }
         }
+        let size = dtype.bitsize() / 8 * shape.iter().product::<usize>();
+        let offsets = [at, at + size];
+        header.insert(
+            name,
+            serde_json::json!({"dtype": dtype, "shape": shape, "data_offsets": offsets}),
+        );
+        at += size;
     }
     let header = serde_json::Value::Object(header).to_string();
     let mut file = fs::File::create(from.path().join("model.safetensors")).unwrap();

@@ -98,8 +98,9 @@ impl Tokenizer {
     }
 }
 
-/// Tokens that are held until they make whole characters at most: a character has up to 4 bytes.
-const HELD: usize = 4;
+/// Tokens held at most while they end within a character. Four tokens make a character of single
+/// bytes; tokens that end one and begin the next may chain.
+const HELD: usize = 16;
 
 /// Decodes tokens as they come, in whole characters. Special tokens give no text.
 pub struct TextStream<'a> {

@@ -142,7 +142,7 @@ struct PromptArgs {
     /// Prompt
     #[arg(short, long, value_name = "TEXT")]
     prompt: Option<String>,
-    /// File with the prompt, UTF-8
+    /// File with the prompt, UTF-8; a newline at its end is not part of it
     #[arg(short, long, value_name = "FILE")]
     file: Option<PathBuf>,
     /// Prompt as token ids, taken as they are
@@ -171,8 +171,14 @@ impl PromptArgs {
         }
         let text = match (&self.prompt, &self.file) {
             (Some(text), _) => text.clone(),
-            (None, Some(file)) => std::fs::read_to_string(file)
-                .with_context(|| format!("{}: the prompt cannot be read", file.display()))?,
+            (None, Some(file)) => {
+                let mut text = std::fs::read_to_string(file)
+                    .with_context(|| format!("{}: the prompt cannot be read", file.display()))?;
+                if text.ends_with('\n') {
+                    text.pop();
+                }
+                text
+            }
             (None, None) => unreachable!("clap asks for one of the three"),
         };
         let tokenizer = tokenizer.with_context(|| {

@@ -22,6 +22,7 @@ use crate::model::directory::{
 use crate::model::error::ModelError;
 use crate::model::hex;
 use crate::model::tensors::{Entry, Tensor, TensorFile, TensorWriter, f32s, u16s};
+use crate::model::weights::inventory;
 
 const FETCH: &str = "fetch the checkpoint again";
 
@@ -396,6 +397,9 @@ pub fn convert(
     let checkpoint = Checkpoint::open(from)?;
     let sparse: Vec<usize> = config.sparse_layers().collect();
     // All shapes before the first byte is written.
+    for (name, shape) in inventory(&config) {
+        checkpoint.shaped(&name, &shape)?;
+    }
     for layer in &sparse {
         for e in 0..config.router.experts {
             expert_weights(&checkpoint, &config, *layer, e)?;

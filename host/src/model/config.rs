@@ -180,7 +180,7 @@ impl Config {
             scaling: o.number_or("routed_scaling_factor", 2.5)? as f32,
         };
         let group = router.experts / router.groups;
-        if router.experts % router.groups != 0 || (router.groups > 1 && group < 2) {
+        if !router.experts.is_multiple_of(router.groups) || (router.groups > 1 && group < 2) {
             let want = format!("groups of 2 or more that {} experts fill", router.experts);
             return Err(o.bad("n_group", want, router.groups));
         }

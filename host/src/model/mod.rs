@@ -5,7 +5,7 @@ pub mod directory;
 pub mod error;
 mod forward;
 pub mod tensors;
-mod weights;
+pub(crate) mod weights;
 
 pub use config::Config;
 pub use error::ModelError;

@@ -10,6 +10,7 @@ use super::error::ModelError;
 use crate::archive::{Archive, LayerRecords, Record};
 use crate::backend::{LayerExperts, LoadExperts};
 use crate::expert::{ExpertShape, Form, Tier};
+use crate::interrupt;
 
 /// Where routed experts come from.
 pub enum Source {
@@ -252,7 +253,7 @@ fn at(l: usize, name: &str) -> String {
 }
 
 /// Names and shapes of every dense tensor that the model needs.
-fn inventory(c: &Config) -> Vec<(String, Vec<usize>)> {
+pub(crate) fn inventory(c: &Config) -> Vec<(String, Vec<usize>)> {
     let mla = &c.mla;
     let mut list = vec![
         (
@@ -469,6 +470,9 @@ impl<B: LoadExperts> Model<B> {
         let inv_freq = loader.place("inv_freq", backend.upload(&config.inv_freq()))?;
         let mut layers = Vec::with_capacity(config.layers.len());
         for (l, kind) in config.layers.iter().enumerate() {
+            if interrupt::requested() {
+                return Err(ModelError::Interrupted);
+            }
             layers.push(loader.layer(l, *kind, source, form)?);
             progress(l + 1);
         }
