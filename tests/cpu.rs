@@ -1,11 +1,16 @@
 //! The CPU back end against the reference, bit for bit: every operator, every arm that the
 //! processor has, sizes around every block edge.
 
+use gpu::layout::Symbol;
+use host::archive::{
+    Archive, ArchiveError, CodecChoice, ExpertSource, PackOptions, SymbolChoice, pack,
+};
 use host::backend::cpu::Cpu;
 use host::backend::reference::Reference;
 use host::backend::{
     Attend, Backend, Index, LayerExperts, LoadExperts, Mla, Router, Rows, RowsMut,
 };
+use host::bench::synth;
 use host::expert::{ExpertShape, Form, RawMatrix, ScaleKind};
 use host::simd::Arm;
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -545,10 +550,106 @@ fn experts(cpu: &Cpu) {
     }
 }
 
+/// Experts of one layer, to pack.
+struct Memory {
+    shape: ExpertShape,
+    experts: Vec<[RawMatrix<'static>; 3]>,
+}
+
+impl ExpertSource for Memory {
+    fn shape(&self) -> &ExpertShape {
+        &self.shape
+    }
+    fn layers(&self) -> &[u32] {
+        &[7]
+    }
+    fn experts(&self) -> usize {
+        self.experts.len()
+    }
+    fn expert(&self, _layer: u32, expert: usize) -> Result<[RawMatrix<'_>; 3], ArchiveError> {
+        Ok(self.experts[expert].clone())
+    }
+}
+
+fn experts_output<B: LoadExperts>(
+    be: &B,
+    layer: LayerExperts<'_>,
+    shape: ExpertShape,
+    form: Form,
+    x: &[f32],
+    ids: &[u32],
+    top_k: usize,
+) -> Vec<u32> {
+    let tokens = ids.len() / top_k;
+    let weights: Vec<f32> = (0..ids.len()).map(|i| 0.1 + i as f32 * 0.07).collect();
+    let experts = be.load_experts(layer, shape, form).unwrap();
+    let (x, ids) = (be.upload(x).unwrap(), be.upload(ids).unwrap());
+    let weights = be.upload(&weights).unwrap();
+    let n = tokens * shape.hidden;
+    let (mut out, mut read) = (be.alloc::<f32>(n).unwrap(), vec![0.0f32; n]);
+    let x = host::backend::rows(&x, shape.hidden);
+    let to = host::backend::rows_mut(&mut out, shape.hidden);
+    be.experts(&experts, x, &ids, &weights, top_k, tokens, to)
+        .unwrap();
+    be.read(&out, 0, &mut read).unwrap();
+    read.into_iter().map(f32::to_bits).collect()
+}
+
+fn coded(cpu: &Cpu) {
+    let mut rng = Rng::fresh();
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("experts.ansx");
+    // The second has several segments, and blocks enough for threads.
+    for (hidden, intermediate) in [(256, 128), (4096, 448), (192, 320)] {
+        for (scales, symbol) in [
+            (ScaleKind::Row, Symbol::Pair),
+            (ScaleKind::Row, Symbol::Triple),
+            (ScaleKind::G64, Symbol::Pair),
+            (ScaleKind::G64, Symbol::Triple),
+        ] {
+            let shape = ExpertShape {
+                hidden,
+                intermediate,
+                scales,
+            };
+            let source = Memory {
+                shape,
+                experts: (0..4)
+                    .map(|e| synth::expert(rng.next() ^ e, &shape))
+                    .collect(),
+            };
+            let options = PackOptions {
+                symbols: SymbolChoice::Always(symbol),
+                codec: CodecChoice::Rans,
+                ..PackOptions::default()
+            };
+            pack(&source, &options, &path, |_| ()).unwrap();
+            let archive = Archive::open(&path).unwrap();
+            for tokens in [1, 7] {
+                let x = rng.f32s(tokens * hidden);
+                let ids = choices(&mut rng, tokens, 2, 4);
+                let raw = LayerExperts::Raw(source.experts.clone());
+                let want = experts_output(&Reference, raw, shape, Form::Fused, &x, &ids, 2);
+                for form in [Form::Fused, Form::Unfused] {
+                    let layer = archive.layer(7).unwrap();
+                    let records = (0..4).map(|e| layer.record(e).unwrap()).collect();
+                    let coded = LayerExperts::Coded { layer, records };
+                    let got = experts_output(cpu, coded, shape, form, &x, &ids, 2);
+                    assert!(
+                        want == got,
+                        "{shape:?} {symbol:?} {form:?} x {tokens} on {}",
+                        cpu.describe()
+                    );
+                }
+            }
+        }
+    }
+}
+
 macro_rules! suite {
     ($($arm:ident = $which:expr;)*) => {$(
         mod $arm {
-            suite!(@tests $which, norms linear embed rope latent attention index route experts);
+            suite!(@tests $which, norms linear embed rope latent attention index route experts coded);
         }
     )*};
     (@tests $which:expr, $($name:ident)*) => {$(

@@ -1,11 +1,16 @@
-//! The routed experts of a layer: storage, and their forward pass.
+//! The routed experts of a layer: storage, raw or coded, and their forward pass.
 
 use super::int4::{self, Activation, Int4};
-use super::{Buf, CpuError, dense, for_each};
-use crate::expert::{ExpertShape, MatrixKind, RawMatrix};
-use crate::simd::Level;
+use super::{Buf, CpuError, dense, for_each, try_for_each};
+use crate::archive::{ArchiveError, CodedMatrix, LayerRecords, Place, Record};
+use crate::codec::{self, Codec, CodecError, Coded, Table};
+use crate::expert::{ExpertShape, Form, MatrixKind, RawMatrix};
+use crate::simd::{Arm, Level};
 use gpu::layout::Folds;
+use std::cell::RefCell;
+use std::collections::BTreeMap;
 use std::ops::Range;
+use std::path::PathBuf;
 
 /// Rows of a raw matrix that one job takes.
 const JOB_ROWS: usize = 64;
@@ -13,18 +18,45 @@ const JOB_ROWS: usize = 64;
 /// Multiplications below which threads cost more than they bring.
 const PARALLEL_FROM: usize = 1 << 19;
 
+thread_local! {
+    /// One decoded block of a matrix, for [`Form::Fused`]: small enough for the second-level cache.
+    static TILE: RefCell<Vec<u8>> = const { RefCell::new(Vec::new()) };
+}
+
 /// One layer's routed experts in memory.
 pub struct Experts {
     shape: ExpertShape,
+    form: Form,
     experts: Vec<[Matrix; 3]>,
-    nibbles: Buf<u8>,
+    /// Packed nibbles of raw experts, records of coded ones.
+    bytes: Buf<u8>,
     scales: Buf<f32>,
+    tables: BTreeMap<u16, Table>,
+    /// Archive and layer, for errors.
+    origin: (PathBuf, u32),
 }
 
 /// Where a matrix is in its layer's buffers.
 struct Matrix {
-    nibbles: Range<usize>,
+    /// Packed nibbles, or the record that the matrix is coded in.
+    bytes: Range<usize>,
+    coded: Option<(CodedMatrix, u16)>,
     scales: Range<usize>,
+}
+
+/// A matrix to multiply with.
+#[derive(Clone, Copy)]
+enum Source<'a> {
+    Raw(Int4<'a>),
+    /// Coded; scales and kinds are those of the whole matrix, which has no nibbles yet.
+    Coded(Coded<'a>, Int4<'a>),
+}
+
+fn check_columns(shape: &ExpertShape) -> Result<(), CpuError> {
+    for cols in [shape.hidden, shape.intermediate] {
+        Folds::new(cols).ok_or(CpuError::Columns(cols))?;
+    }
+    Ok(())
 }
 
 impl Experts {
@@ -33,9 +65,7 @@ impl Experts {
         shape: ExpertShape,
         experts: &[[RawMatrix<'_>; 3]],
     ) -> Result<Self, CpuError> {
-        for cols in [shape.hidden, shape.intermediate] {
-            Folds::new(cols).ok_or(CpuError::Columns(cols))?;
-        }
+        check_columns(&shape)?;
         let (mut n, mut s) = (0, 0);
         let mut places = Vec::with_capacity(experts.len());
         for (e, expert) in experts.iter().enumerate() {
@@ -57,23 +87,96 @@ impl Experts {
             places.push(MatrixKind::ALL.map(|kind| {
                 let m = &expert[kind as usize];
                 let at = Matrix {
-                    nibbles: n..n + m.packed.len(),
+                    bytes: n..n + m.packed.len(),
+                    coded: None,
                     scales: s..s + m.scales.len(),
                 };
-                (n, s) = (at.nibbles.end, at.scales.end);
+                (n, s) = (at.bytes.end, at.scales.end);
                 at
             }));
         }
-        let (mut nibbles, mut scales) = (Buf::zeroed(n), Buf::zeroed(s));
+        let (mut bytes, mut scales) = (Buf::zeroed(n), Buf::zeroed(s));
         for (place, m) in places.iter().flatten().zip(experts.iter().flatten()) {
-            nibbles[place.nibbles.clone()].copy_from_slice(&m.packed);
+            bytes[place.bytes.clone()].copy_from_slice(&m.packed);
             scales[place.scales.clone()].copy_from_slice(&m.scales);
         }
         Ok(Self {
             shape,
+            form: Form::Unfused,
             experts: places,
-            nibbles,
+            bytes,
             scales,
+            tables: BTreeMap::new(),
+            origin: Default::default(),
+        })
+    }
+
+    /// Copies records as they are; scales are widened to f32.
+    pub(super) fn coded(
+        shape: ExpertShape,
+        layer: LayerRecords<'_>,
+        records: &[Record<'_>],
+        form: Form,
+    ) -> Result<Self, CpuError> {
+        check_columns(&shape)?;
+        let total = records.iter().map(|r| r.bytes.len()).sum();
+        let mut bytes = Buf::zeroed(total);
+        let mut all_scales = Vec::new();
+        let mut experts = Vec::with_capacity(records.len());
+        let mut tables = BTreeMap::new();
+        let mut n = 0;
+        for (e, record) in records.iter().enumerate() {
+            let at = n..n + record.bytes.len();
+            n = at.end;
+            bytes[at.clone()].copy_from_slice(record.bytes);
+            for kind in MatrixKind::ALL {
+                let m = record.matrix(kind);
+                let expected = shape.dims(kind);
+                let scales = record.scales(kind).len();
+                if (m.rows, m.cols) != expected
+                    || scales != shape.scales.count(expected.0, expected.1)
+                {
+                    return Err(CpuError::Shape {
+                        expert: e,
+                        matrix: kind.name(),
+                        found: (m.rows, m.cols, scales),
+                        expected: (
+                            expected.0,
+                            expected.1,
+                            shape.scales.count(expected.0, expected.1),
+                        ),
+                    });
+                }
+            }
+            experts.push(MatrixKind::ALL.map(|kind| {
+                let m = record.matrix(kind);
+                let first = all_scales.len();
+                all_scales.extend(record.scales(kind));
+                let (bytes, coded) = match (m.codec, m.table) {
+                    (Codec::Rans(_), Some(id)) => {
+                        let table = || layer.archive().table(id).clone();
+                        tables.entry(id).or_insert_with(table);
+                        (at.clone(), Some((m.clone(), id)))
+                    }
+                    _ => (at.start + m.stream.start..at.start + m.stream.end, None),
+                };
+                Matrix {
+                    bytes,
+                    coded,
+                    scales: first..all_scales.len(),
+                }
+            }));
+        }
+        let mut scales = Buf::zeroed(all_scales.len());
+        scales.copy_from_slice(&all_scales);
+        Ok(Self {
+            shape,
+            form,
+            experts,
+            bytes,
+            scales,
+            tables,
+            origin: (layer.archive().path().to_owned(), layer.number()),
         })
     }
 
@@ -92,14 +195,74 @@ impl Experts {
         self.experts.is_empty()
     }
 
-    fn matrix(&self, expert: usize, kind: MatrixKind) -> Int4<'_> {
+    /// Bytes of nibbles or records, and of scales.
+    pub fn memory(&self) -> usize {
+        self.bytes.len() + 4 * self.scales.len()
+    }
+
+    /// Bytes that one use of expert `e` reads: streams or nibbles, and scales.
+    pub fn read_bytes(&self, e: usize) -> usize {
+        let matrix = |m: &Matrix| {
+            let nibbles = m
+                .coded
+                .as_ref()
+                .map_or(m.bytes.len(), |(m, _)| m.stream.len() + m.offsets.len());
+            nibbles + 4 * m.scales.len()
+        };
+        self.experts[e].iter().map(matrix).sum()
+    }
+
+    fn matrix(&self, expert: usize, kind: MatrixKind) -> Result<Source<'_>, CpuError> {
         let m = &self.experts[expert][kind as usize];
-        Int4 {
-            packed: &self.nibbles[m.nibbles.clone()],
+        let bytes = &self.bytes[m.bytes.clone()];
+        let whole = Int4 {
+            packed: &[],
             scales: &self.scales[m.scales.clone()],
             kind: self.shape.scales,
             cols: self.shape.dims(kind).1,
+        };
+        match &m.coded {
+            None => Ok(Source::Raw(Int4 {
+                packed: bytes,
+                ..whole
+            })),
+            Some((coded, table)) => match coded.coded(bytes, &self.tables[table]) {
+                Ok(Some(stream)) => Ok(Source::Coded(stream, whole)),
+                Ok(None) => Ok(Source::Raw(Int4 {
+                    packed: &bytes[coded.stream.clone()],
+                    ..whole
+                })),
+                Err(source) => Err(self.damaged(expert, kind, source)),
+            },
         }
+    }
+
+    fn damaged(&self, expert: usize, kind: MatrixKind, source: CodecError) -> CpuError {
+        let (path, layer) = self.origin.clone();
+        let place = Place::Matrix {
+            layer,
+            expert,
+            kind,
+        };
+        CpuError::Archive(ArchiveError::Codec {
+            path,
+            place,
+            source,
+        })
+    }
+}
+
+/// The decoder that goes with an arm.
+fn decoder(level: Level) -> codec::Arm {
+    let wanted = match level.arm() {
+        Arm::Avx512 => codec::Arm::Avx512,
+        Arm::Avx2 => codec::Arm::Avx2,
+        Arm::Baseline => codec::Arm::Portable,
+    };
+    if wanted.available() {
+        wanted
+    } else {
+        codec::Arm::Portable
     }
 }
 
@@ -139,43 +302,42 @@ impl Slots {
     }
 }
 
-/// Products of one matrix with its expert's slots, cut into jobs of rows: rows `first ..
-/// first + n` are at `first * slots`, `[slots][n]`.
+/// Products of one matrix with its expert's slots, cut into jobs of rows: rows `first .. end` of a
+/// job are at `first * slots`, `[slots][end - first]`.
 struct Products {
-    rows: usize,
     slots: usize,
-    job_rows: usize,
+    jobs: Vec<Range<usize>>,
     values: Vec<f32>,
 }
 
 impl Products {
-    fn new(rows: usize, slots: usize, job_rows: usize) -> Self {
+    /// Jobs cover the rows in order.
+    fn new(slots: usize, jobs: Vec<Range<usize>>) -> Self {
+        let rows = jobs.last().map_or(0, |last| last.end);
         Self {
-            rows,
             slots,
-            job_rows,
+            jobs,
             values: vec![0.0; rows * slots],
         }
     }
 
-    /// First row, number of rows and values of each job.
-    fn jobs(&mut self) -> impl Iterator<Item = (usize, usize, &mut [f32])> {
-        let (rows, slots, step) = (self.rows, self.slots, self.job_rows);
-        self.values
-            .chunks_mut(step * slots)
-            .enumerate()
-            .map(move |(i, out)| (i * step, step.min(rows - i * step), out))
+    /// Rows and values of each job.
+    fn jobs(&mut self) -> impl Iterator<Item = (Range<usize>, &mut [f32])> {
+        let mut rest = &mut self.values[..];
+        let slots = self.slots;
+        self.jobs.iter().map(move |rows| {
+            let (these, others) = std::mem::take(&mut rest).split_at_mut(rows.len() * slots);
+            rest = others;
+            (rows.clone(), these)
+        })
     }
 
     /// Pieces of a slot's row vector with their first rows.
     fn slot(&self, slot: usize) -> impl Iterator<Item = (usize, &[f32])> {
-        self.values
-            .chunks(self.job_rows * self.slots)
-            .enumerate()
-            .map(move |(i, job)| {
-                let n = job.len() / self.slots;
-                (i * self.job_rows, &job[slot * n..][..n])
-            })
+        self.jobs.iter().map(move |rows| {
+            let at = rows.start * self.slots + slot * rows.len();
+            (rows.start, &self.values[at..at + rows.len()])
+        })
     }
 
     /// A slot's whole row vector.
@@ -186,39 +348,117 @@ impl Products {
     }
 }
 
-/// Multiplies matrices `kinds` of every active expert with its slots' activations:
-/// `[active][kinds]`.
+/// Decodes whole matrices: nibbles of each that is coded, in the order given.
+fn decode(
+    level: Level,
+    experts: &Experts,
+    matrices: &[(usize, MatrixKind, Source<'_>)],
+    parallel: bool,
+) -> Result<Vec<Vec<u8>>, CpuError> {
+    let arm = decoder(level);
+    let mut scratch: Vec<Vec<u8>> = matrices
+        .iter()
+        .map(|(_, _, source)| match source {
+            Source::Raw(_) => Vec::new(),
+            Source::Coded(coded, _) => vec![0; coded.blocks().rows * coded.row_bytes()],
+        })
+        .collect();
+    let mut jobs = Vec::new();
+    for ((e, kind, source), scratch) in matrices.iter().zip(&mut scratch) {
+        let Source::Coded(coded, _) = source else {
+            continue;
+        };
+        let mut rest = &mut scratch[..];
+        for block in 0..coded.blocks().blocks {
+            let bytes = coded.block_rows(block).len() * coded.row_bytes();
+            let (out, others) = rest.split_at_mut(bytes);
+            rest = others;
+            jobs.push((*e, *kind, *coded, block, out));
+        }
+    }
+    try_for_each(parallel, jobs, |(e, kind, coded, block, out)| {
+        coded
+            .decode_block(arm, block, out)
+            .map_err(|error| experts.damaged(e, kind, error))
+    })?;
+    Ok(scratch)
+}
+
+/// Multiplies matrices `kinds`, all of one shape, of every active expert with its slots'
+/// activations: `[active][kinds]`.
 fn multiply(
     level: Level,
     experts: &Experts,
     slots: &Slots,
     kinds: &[MatrixKind],
     activations: &[&Activation],
-) -> Result<Vec<Vec<Products>>, CpuError> {
+) -> Result<Vec<Products>, CpuError> {
     let (rows, cols) = experts.shape.dims(kinds[0]);
-    let mut products: Vec<Vec<Products>> = slots
-        .active
+    let parallel = slots.token.len() * kinds.len() * rows * cols >= PARALLEL_FROM;
+    let mut matrices = Vec::with_capacity(slots.active.len() * kinds.len());
+    for (expert, _) in &slots.active {
+        for kind in kinds {
+            matrices.push((*expert, *kind, experts.matrix(*expert, *kind)?));
+        }
+    }
+    let scratch = match experts.form {
+        Form::Unfused => decode(level, experts, &matrices, parallel)?,
+        Form::Fused => Vec::new(),
+    };
+    for ((_, _, source), packed) in matrices.iter_mut().zip(&scratch) {
+        if let Source::Coded(_, whole) = *source {
+            *source = Source::Raw(Int4 { packed, ..whole });
+        }
+    }
+    let range = |i: usize| slots.active[i / kinds.len()].1.clone();
+    let mut products: Vec<Products> = matrices
         .iter()
-        .map(|(_, range)| {
-            kinds
-                .iter()
-                .map(|_| Products::new(rows, range.len(), JOB_ROWS))
-                .collect()
+        .enumerate()
+        .map(|(i, (_, _, source))| {
+            let jobs = match source {
+                Source::Raw(_) => (0..rows)
+                    .step_by(JOB_ROWS)
+                    .map(|first| first..rows.min(first + JOB_ROWS))
+                    .collect(),
+                Source::Coded(coded, _) => (0..coded.blocks().blocks)
+                    .map(|block| coded.block_rows(block))
+                    .collect(),
+            };
+            Products::new(range(i).len(), jobs)
         })
         .collect();
     let mut jobs = Vec::new();
-    for ((expert, range), products) in slots.active.iter().zip(&mut products) {
-        for (kind, products) in kinds.iter().zip(products) {
-            let matrix = experts.matrix(*expert, *kind);
-            for (first, n, out) in products.jobs() {
-                jobs.push((matrix.slice(first, n), range.clone(), out));
-            }
+    for (i, (matrix, products)) in matrices.iter().zip(&mut products).enumerate() {
+        for (block, (rows, out)) in products.jobs().enumerate() {
+            jobs.push((matrix, block, rows, &activations[range(i)], out));
         }
     }
-    let parallel = slots.token.len() * kinds.len() * rows * cols >= PARALLEL_FROM;
-    for_each(parallel, jobs, |(matrix, range, out)| {
-        int4::matmul(level, matrix, &activations[range], out);
-    });
+    let arm = decoder(level);
+    try_for_each(
+        parallel,
+        jobs,
+        |((e, kind, source), block, rows, activations, out)| match source {
+            Source::Raw(matrix) => {
+                let matrix = matrix.slice(rows.start, rows.len());
+                int4::matmul(level, matrix, activations, out);
+                Ok::<(), CpuError>(())
+            }
+            Source::Coded(coded, whole) => TILE.with_borrow_mut(|tile| {
+                tile.resize(rows.len() * coded.row_bytes(), 0);
+                coded
+                    .decode_block(arm, block, tile)
+                    .map_err(|error| experts.damaged(*e, *kind, error))?;
+                let scales = whole.scales_of(rows.start, rows.len());
+                let matrix = Int4 {
+                    packed: tile,
+                    scales,
+                    ..*whole
+                };
+                int4::matmul(level, matrix, activations, out);
+                Ok(())
+            }),
+        },
+    )?;
     Ok(products)
 }
 
@@ -254,7 +494,7 @@ pub(super) fn forward(
     let mut hidden = vec![Activation::default(); slots.token.len()];
     let mut jobs = Vec::with_capacity(hidden.len());
     let mut rest = &mut hidden[..];
-    for (products, (_, range)) in products.iter().zip(&slots.active) {
+    for (products, (_, range)) in products.chunks_exact(2).zip(&slots.active) {
         let (these, others) = rest.split_at_mut(range.len());
         rest = others;
         jobs.extend(these.iter_mut().enumerate().map(|(j, h)| (products, j, h)));
@@ -278,7 +518,7 @@ pub(super) fn forward(
             out.fill(0.0);
             let these = t * top_k..(t + 1) * top_k;
             for ((active, j), weight) in slots.of[these.clone()].iter().zip(&weights[these]) {
-                for (first, y) in products[*active][0].slot(*j) {
+                for (first, y) in products[*active].slot(*j) {
                     dense::axpy(level, *weight, y, &mut out[first..first + y.len()]);
                 }
             }

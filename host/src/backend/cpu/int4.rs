@@ -106,13 +106,18 @@ impl<'a> Int4<'a> {
 
     /// Rows `first .. first + count`.
     pub fn slice(&self, first: usize, count: usize) -> Int4<'a> {
-        let per_row = self.kind.count(1, self.cols);
         let bytes = self.cols / 2;
         Int4 {
             packed: &self.packed[first * bytes..(first + count) * bytes],
-            scales: &self.scales[first * per_row..(first + count) * per_row],
+            scales: self.scales_of(first, count),
             ..*self
         }
+    }
+
+    /// Scales of rows `first .. first + count`.
+    pub fn scales_of(&self, first: usize, count: usize) -> &'a [f32] {
+        let per_row = self.kind.count(1, self.cols);
+        &self.scales[first * per_row..(first + count) * per_row]
     }
 }
 

@@ -51,6 +51,21 @@ pub enum CpuError {
         /// Scales expected.
         want_scales: usize,
     },
+    /// A record's matrix does not have the model's shape.
+    #[error(
+        "expert {expert} {matrix}: rows, columns and scales are {found:?} in the archive, \
+         {expected:?} in the model; pack it again with `host pack`"
+    )]
+    Shape {
+        /// Expert id.
+        expert: usize,
+        /// Its matrix.
+        matrix: &'static str,
+        /// Rows, columns, scales of the archive.
+        found: (usize, usize, usize),
+        /// Rows, columns, scales of the model.
+        expected: (usize, usize, usize),
+    },
 }
 
 /// The CPU.
@@ -124,6 +139,19 @@ fn for_each<T: Send>(parallel: bool, items: Vec<T>, f: impl Fn(T) + Send + Sync)
         items.into_par_iter().with_max_len(1).for_each(f);
     } else {
         items.into_iter().for_each(f);
+    }
+}
+
+/// [`for_each`] of what may fail; the first error found ends it.
+fn try_for_each<T: Send, E: Send>(
+    parallel: bool,
+    items: Vec<T>,
+    f: impl Fn(T) -> Result<(), E> + Send + Sync,
+) -> Result<(), E> {
+    if parallel && items.len() > 1 && rayon::current_num_threads() > 1 {
+        items.into_par_iter().with_max_len(1).try_for_each(f)
+    } else {
+        items.into_iter().try_for_each(f)
     }
 }
 
@@ -676,17 +704,11 @@ impl LoadExperts for Cpu {
         &self,
         layer: LayerExperts<'_>,
         shape: ExpertShape,
-        _form: Form,
+        form: Form,
     ) -> Result<Experts, CpuError> {
         match layer {
             LayerExperts::Raw(experts) => Experts::raw(shape, &experts),
-            LayerExperts::Coded { records, .. } => {
-                let experts = records
-                    .iter()
-                    .map(|r| r.decode_all())
-                    .collect::<Result<Vec<_>, _>>()?;
-                Experts::raw(shape, &experts)
-            }
+            LayerExperts::Coded { layer, records } => Experts::coded(shape, layer, &records, form),
         }
     }
 }
