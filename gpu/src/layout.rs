@@ -168,12 +168,7 @@ impl Blocks {
         };
         let nibbles = rows * folds.seg_cols();
         let blocks = (nibbles + BLOCK_NIBBLES / 2) / BLOCK_NIBBLES;
-        Self::with_blocks(
-            rows,
-            folds,
-            symbol,
-            if blocks == 0 { 1 } else { blocks },
-        )
+        Self::with_blocks(rows, folds, symbol, if blocks == 0 { 1 } else { blocks })
     }
 
     /// The given number of blocks, 1 to the number of row groups.
@@ -219,7 +214,14 @@ mod tests {
 
     #[test]
     fn every_nibble_is_dealt_once() {
-        for (rows, cols) in [(1, 64), (2, 128), (7, 192), (128, 256), (5, 1536), (4, 6144)] {
+        for (rows, cols) in [
+            (1, 64),
+            (2, 128),
+            (7, 192),
+            (128, 256),
+            (5, 1536),
+            (4, 6144),
+        ] {
             for symbol in [Symbol::Pair, Symbol::Triple] {
                 let b = Blocks::new(rows, cols, symbol).unwrap();
                 let padded = b.row_groups() * symbol.height();

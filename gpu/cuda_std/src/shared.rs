@@ -155,7 +155,7 @@ impl<T: Pod> Shared<T> {
 
     /// Address in the shared window, bytes.
     #[inline(always)]
-    pub(crate) fn address(&self) -> u32 {
+    pub fn address(&self) -> u32 {
         self.address
     }
 

@@ -1,0 +1,240 @@
+//! Launch parameters of the expert kernels, from a device's limits and the launch's shape.
+
+use crate::coded::RING;
+use crate::launch::{DeviceLimits, Launch};
+use crate::layout::{Folds, Symbol};
+use crate::{decode_rans, matmul_rans, matmul_rans_shared, matmul_raw};
+
+/// A device that a kernel does not fit.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DoesNotFit {
+    /// The kernel's symbols.
+    pub symbol: Symbol,
+    /// Bytes of shared memory that a block needs at least.
+    pub needed: u32,
+    /// Bytes that a block may have.
+    pub available: u32,
+}
+
+impl core::fmt::Display for DoesNotFit {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        let (kind, remedy) = match self.symbol {
+            Symbol::Pair => ("pairs", "use `--tier raw`"),
+            Symbol::Triple => ("triples", "pack with `--symbols pair`, or use `--tier raw`"),
+        };
+        write!(
+            f,
+            "experts coded in {kind} need {} bytes of shared memory a block, the device has {}; \
+             {remedy}",
+            self.needed, self.available
+        )
+    }
+}
+
+impl core::error::Error for DoesNotFit {}
+
+/// Bytes of a table.
+const fn table_bytes(symbol: Symbol) -> u32 {
+    4 << symbol.table_bits()
+}
+
+/// Fewest warps that are worth a table in shared memory.
+const LEAST_WARPS: u32 = 4;
+
+/// Warps of a block whose shared memory is `head` bytes and `warp` for each warp.
+fn warps(
+    limits: &DeviceLimits,
+    symbol: Symbol,
+    head: u32,
+    warp: u32,
+    most: u32,
+) -> Result<u32, DoesNotFit> {
+    let needed = head + LEAST_WARPS * warp;
+    if limits.shared_per_block < needed {
+        return Err(DoesNotFit {
+            symbol,
+            needed,
+            available: limits.shared_per_block,
+        });
+    }
+    Ok(((limits.shared_per_block - head) / warp).min(most))
+}
+
+/// `matmul_rans_*`: one block a multiprocessor, as many warps as fit; `jobs` is the number of
+/// (expert, matrix, block, segment) at most.
+pub fn matmul_rans(
+    limits: &DeviceLimits,
+    symbol: Symbol,
+    folds: &Folds,
+    jobs: u64,
+) -> Result<Launch, DoesNotFit> {
+    let (head, warp) = (
+        table_bytes(symbol),
+        matmul_rans::warp_bytes(folds.pairs() as u32),
+    );
+    let warps = warps(limits, symbol, head, warp, matmul_rans::THREADS / 32)?;
+    Ok(rans_launch(limits, head, warp, warps, jobs))
+}
+
+/// `decode_rans_*`, likewise.
+pub fn decode_rans(limits: &DeviceLimits, symbol: Symbol, jobs: u64) -> Result<Launch, DoesNotFit> {
+    let head = table_bytes(symbol);
+    let warps = warps(limits, symbol, head, RING, decode_rans::THREADS / 32)?;
+    Ok(rans_launch(limits, head, RING, warps, jobs))
+}
+
+fn rans_launch(limits: &DeviceLimits, head: u32, warp: u32, warps: u32, jobs: u64) -> Launch {
+    let grid = jobs.min(u64::from(limits.sms)) as u32;
+    Launch::new([grid, 1, 1], warps * 32).shared(head + warps * warp)
+}
+
+/// `matmul_rans_shared_*`: the launch and [`crate::abi::ExpertArgs::stage`]. `tokens` is the largest
+/// number of tokens of an expert, `jobs` as in [`matmul_rans`].
+///
+/// Of 8, 4, 2 and 1 staged tokens the most that leave room for 8 warps, else those that leave room
+/// for most.
+pub fn matmul_rans_shared(
+    limits: &DeviceLimits,
+    symbol: Symbol,
+    folds: &Folds,
+    tokens: u32,
+    jobs: u64,
+) -> Result<(Launch, u32), DoesNotFit> {
+    let pairs = folds.pairs() as u32;
+    let warp = matmul_rans_shared::warp_bytes(pairs);
+    let most = matmul_rans_shared::THREADS / 32;
+    let mut best = None;
+    let mut stage = tokens.clamp(1, 8).next_power_of_two();
+    loop {
+        let head = table_bytes(symbol) + stage * matmul_rans_shared::token_bytes(pairs);
+        let room = limits.shared_per_block.saturating_sub(head) / warp;
+        if room > 0 && best.is_none_or(|(warps, _, _)| room > warps) {
+            best = Some((room.min(most), stage, head));
+        }
+        if room >= 8 || stage == 1 {
+            break;
+        }
+        stage /= 2;
+    }
+    let Some((warps, stage, head)) = best else {
+        return Err(DoesNotFit {
+            symbol,
+            needed: table_bytes(symbol) + matmul_rans_shared::token_bytes(pairs) + warp,
+            available: limits.shared_per_block,
+        });
+    };
+    // A block takes `warps` neighbouring jobs of a segment.
+    let grid = jobs.min(u64::from(limits.sms)) as u32;
+    let launch = Launch::new([grid, 1, 1], warps * 32).shared(head + warps * warp);
+    Ok((launch, stage))
+}
+
+/// `matmul_raw` (`several` false) or `matmul_raw_tokens`: the launch and
+/// [`crate::abi::ExpertArgs::job_rows`]. `matrices` is the number of (expert, matrix) at most.
+///
+/// Rows of a job are chosen so that the warps' last round is full, at a cost of about 4 rows for a
+/// job's start.
+pub fn matmul_raw(
+    limits: &DeviceLimits,
+    rows: usize,
+    folds: &Folds,
+    matrices: u64,
+    several: bool,
+) -> (Launch, u32) {
+    let (threads, blocks) = if several {
+        (matmul_raw::THREADS_TOKENS, 2)
+    } else {
+        (matmul_raw::THREADS, 3)
+    };
+    let slots = u64::from(limits.sms * blocks * (threads / 32));
+    let jobs =
+        |job_rows: u32| matrices * folds.segs() as u64 * rows.div_ceil(job_rows as usize) as u64;
+    let cost = |job_rows: u32| jobs(job_rows).div_ceil(slots) * u64::from(job_rows + 4);
+    let mut job_rows = 32;
+    for candidate in [24, 16, 12, 8, 4] {
+        if cost(candidate) < cost(job_rows) {
+            job_rows = candidate;
+        }
+    }
+    let grid = jobs(job_rows)
+        .div_ceil(u64::from(threads / 32))
+        .min(u64::from(limits.sms * blocks)) as u32;
+    (Launch::new([grid, 1, 1], threads), job_rows)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const H200: DeviceLimits = DeviceLimits {
+        sms: 132,
+        shared_per_block: 227 << 10,
+        shared_per_sm: 228 << 10,
+        threads_per_sm: 2048,
+    };
+    const RTX_5090: DeviceLimits = DeviceLimits {
+        sms: 170,
+        shared_per_block: 99 << 10,
+        shared_per_sm: 100 << 10,
+        threads_per_sm: 1536,
+    };
+
+    #[test]
+    fn triples_fill_an_h200() {
+        let folds = Folds::new(6144).unwrap();
+        let launch = matmul_rans(&H200, Symbol::Triple, &folds, 3072).unwrap();
+        assert_eq!(launch.grid, [132, 1, 1]);
+        assert_eq!(launch.threads, 768);
+        assert_eq!(launch.shared, (128 << 10) + 24 * 4096);
+        let (launch, stage) = matmul_rans_shared(&H200, Symbol::Triple, &folds, 33, 3072).unwrap();
+        assert_eq!((launch.threads, stage), (256, 8));
+        assert!(launch.shared <= H200.shared_per_block);
+    }
+
+    #[test]
+    fn what_does_not_fit_is_refused_with_a_remedy() {
+        let folds = Folds::new(6144).unwrap();
+        let error = matmul_rans(&RTX_5090, Symbol::Triple, &folds, 100).unwrap_err();
+        assert_eq!(error.available, 99 << 10);
+        assert!(error.needed > 128 << 10);
+        assert!(error.to_string().contains("--symbols pair"), "{error}");
+        assert!(decode_rans(&RTX_5090, Symbol::Triple, 100).is_err());
+        assert!(matmul_rans_shared(&RTX_5090, Symbol::Triple, &folds, 2, 100).is_err());
+        let launch = matmul_rans(&RTX_5090, Symbol::Pair, &folds, 10_000).unwrap();
+        assert_eq!((launch.grid[0], launch.threads), (170, 640));
+    }
+
+    #[test]
+    fn every_width_fits_every_limit_it_is_given() {
+        for limits in [H200, RTX_5090] {
+            for cols in (64..=8192).step_by(64) {
+                let folds = Folds::new(cols).unwrap();
+                for symbol in [Symbol::Pair, Symbol::Triple] {
+                    for tokens in [1, 2, 7, 8, 33] {
+                        let shared = matmul_rans_shared(&limits, symbol, &folds, tokens, 500);
+                        if let Ok((launch, stage)) = shared {
+                            assert!(launch.shared <= limits.shared_per_block);
+                            assert!(launch.threads >= 32 && (1..=8).contains(&stage));
+                        }
+                    }
+                    if let Ok(launch) = matmul_rans(&limits, symbol, &folds, 500) {
+                        assert!(launch.shared <= limits.shared_per_block);
+                        assert!(launch.threads >= 128);
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn raw_jobs_fill_their_rounds() {
+        // Gate and up of 8 experts: 16 matrices of 2,048 rows and three segments.
+        let folds = Folds::new(6144).unwrap();
+        let (launch, rows) = matmul_raw(&H200, 2048, &folds, 16, false);
+        assert_eq!((launch.grid[0], rows), (384, 32));
+        let (launch, rows) = matmul_raw(&H200, 6144, &Folds::new(2048).unwrap(), 8, false);
+        assert_eq!((launch.grid[0], rows), (384, 16));
+        let (launch, _) = matmul_raw(&H200, 1, &Folds::new(64).unwrap(), 1, true);
+        assert_eq!(launch.grid[0], 1);
+    }
+}

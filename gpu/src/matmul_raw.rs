@@ -1,0 +1,493 @@
+//! Raw int4 expert matrices times tokens: `matmul_raw` (one token), `matmul_raw_tokens` (several).
+//!
+//! Results as of `matmul_rans_*`, from packed nibbles in memory, row-major, the even column in the
+//! low half of a byte. Coded matrices come from `scratch`, where `decode_rans_*` left them.
+//! A warp's job is `job_rows` (at most 32) rows of a segment of columns.
+//!
+//! Departures:
+//! 1. A lane loads 16 bytes, 32 neighbouring columns, at a time where a fold has 1,024 columns or
+//!    more; neighbouring lanes neighbouring bytes. A group of 64 columns is then two lanes'; the
+//!    sums of a group and of a fold come out the same as in `crate::layout::Folds`.
+//! 2. No shifts: `word & 0xf0f0f0f0` is multiplied as it is, 16 times too large, in a sum of its own.
+//!    Activations are put in the order of the nibbles once for the job (one token); for several
+//!    tokens the nibbles are put in the order of the activations.
+//! 3. One token: activations stay in registers; two rows in flight, each reloaded into the registers
+//!    that it leaves.
+//! 4. Several tokens: 4 rows stay in registers while all tokens pass by, 4 at a time.
+//! 5. Folds of fewer than 1,024 columns go through a plain loop, with as wide loads as they allow.
+
+use cuda_std::intrinsics::{dp2a_hi_s32_u32, dp2a_lo_s32_u32, prmt};
+use cuda_std::mem::Global;
+use cuda_std::{kernel, thread, warp};
+
+pub use crate::abi::ExpertArgs;
+
+use crate::abi::{CODEC_RAW, MatrixDesc};
+use crate::coded::unroll;
+use crate::coded_jobs::{Fold, Job, active_count, input_row, job, lane_gsum, out_rows, scale_at};
+use crate::layout::LANES;
+
+/// Threads of a block of `matmul_raw`.
+pub const THREADS: u32 = 256;
+/// Threads of a block of `matmul_raw_tokens`.
+pub const THREADS_TOKENS: u32 = 256;
+
+/// Columns that a warp loads at a time, 16 bytes a lane.
+const CHUNK: u32 = 1024;
+
+/// See the module; passes over experts that have not exactly one token.
+///
+/// # Safety
+/// The arrays of `args` are as [`ExpertArgs`] says and live.
+#[kernel(threads = 256, min_blocks = 3)]
+pub unsafe fn matmul_raw(args: ExpertArgs) {
+    for_jobs(&args, 1, 1, |job, desc, weights| match args.fold {
+        2048 => one_token::<2>(&args, job, desc, weights),
+        1024 => one_token::<1>(&args, job, desc, weights),
+        _ => narrow(&args, job, desc, weights),
+    });
+}
+
+/// See the module; for experts with any number of tokens.
+///
+/// # Safety
+/// The arrays of `args` are as [`ExpertArgs`] says and live.
+#[kernel(threads = 256, min_blocks = 2)]
+pub unsafe fn matmul_raw_tokens(args: ExpertArgs) {
+    for_jobs(&args, 1, u32::MAX, |job, desc, weights| match args.fold {
+        2048 => tokens::<2>(&args, job, desc, weights),
+        1024 => tokens::<1>(&args, job, desc, weights),
+        _ => narrow(&args, job, desc, weights),
+    });
+}
+
+/// Calls `run` for the warp's jobs (their `block` counts `job_rows` rows) with the matrix' words.
+#[inline(always)]
+fn for_jobs(
+    args: &ExpertArgs,
+    least: u32,
+    most: u32,
+    run: impl Fn(&Job, &MatrixDesc, Global<u32>),
+) {
+    let warps = thread::block_dim_x() / LANES as u32;
+    let jobs = active_count(args) * args.count * args.blocks * args.segs;
+    let mut number = warp::warp_id() * thread::grid_dim_x() + thread::block_idx_x();
+    while number < jobs {
+        let (job, desc) = job(args, number, args.blocks);
+        number += warps * thread::grid_dim_x();
+        let covered = job.tokens >= least.max(args.min_tokens)
+            && job.tokens <= most.min(args.max_tokens)
+            && (desc.codec == CODEC_RAW || !args.scratch.is_empty());
+        if covered {
+            let words = u64::from(args.rows) * u64::from(args.cols / 8);
+            let packed = if desc.codec == CODEC_RAW {
+                desc.stream.part::<u32>(0, words)
+            } else {
+                let place = u64::from(job.active * args.count + job.matrix) * words;
+                args.scratch.part::<u32>(place, words)
+            };
+            // SAFETY: the matrix, which no kernel in flight writes.
+            run(&job, &desc, unsafe { Global::new(packed) });
+        }
+    }
+}
+
+/// First row of a job and its end.
+#[inline(always)]
+fn rows_of(args: &ExpertArgs, job: &Job) -> (u32, u32) {
+    let first = job.block * args.job_rows;
+    let end = first + args.job_rows;
+    (first, if end < args.rows { end } else { args.rows })
+}
+
+/// Adds a word of 8 nibbles times 4 words of activations in the order of the nibbles: `even` holds
+/// columns (0, 2), (4, 6), `odd` (1, 3), (5, 7). The second sum is 16 times too large.
+#[inline(always)]
+fn multiply(word: u32, even: [u32; 2], odd: [u32; 2], sums: &mut [i32; 2]) {
+    let low = word & 0x0f0f_0f0f;
+    let high = word & 0xf0f0_f0f0;
+    sums[0] = dp2a_lo_s32_u32(even[0], low, sums[0]);
+    sums[1] = dp2a_lo_s32_u32(odd[0], high, sums[1]);
+    sums[0] = dp2a_hi_s32_u32(even[1], low, sums[0]);
+    sums[1] = dp2a_hi_s32_u32(odd[1], high, sums[1]);
+}
+
+/// Activations of columns 0 to 7 in the order of a word's nibbles.
+#[inline(always)]
+fn by_nibble(x: [u32; 4]) -> ([u32; 2], [u32; 2]) {
+    (
+        [prmt(x[0], x[1], 0x5410), prmt(x[2], x[3], 0x5410)],
+        [prmt(x[0], x[1], 0x7632), prmt(x[2], x[3], 0x7632)],
+    )
+}
+
+/// Scaled sum of a fold of N chunks from the lane's sums of unsigned nibbles in each; groups are two
+/// lanes'. The same in all lanes.
+#[inline(always)]
+fn fold_chunks<const N: usize>(sums: [i32; 2], gsums: [i32; 2], scales: [f32; 2]) -> f32 {
+    let part = |c: usize| {
+        let sum = sums[c].wrapping_add(warp::shuffle_xor_i32(sums[c], 1));
+        scales[c] * sum.wrapping_sub(gsums[c].wrapping_mul(8)) as f32
+    };
+    let mut v = part(0);
+    if N == 2 {
+        v += part(1);
+    }
+    unroll!(D in [16 8 4 2] {
+        v += warp::shuffle_xor_f32(v, D as u32);
+    });
+    v
+}
+
+/// Group of the lane in chunk `c`, within the row.
+#[inline(always)]
+fn chunk_group<const N: usize>(job: &Job, lane: u32, c: usize) -> u32 {
+    job.seg * (16 * N as u32) + c as u32 * 16 + lane / 2
+}
+
+/// A job of one token, folds of N chunks.
+#[inline(always)]
+fn one_token<const N: usize>(
+    args: &ExpertArgs,
+    job: &Job,
+    desc: &MatrixDesc,
+    weights: Global<u32>,
+) {
+    let lane = warp::lane_id();
+    let (input, gsum) = input_row(args, job.slot);
+    let mut even = [[0u32; 2]; 8];
+    let mut odd = [[0u32; 2]; 8];
+    unroll!(I in [0 1 2 3 4 5 6 7] {
+        if I < 4 * N {
+            let chunk = job.seg * N as u32 + I as u32 / 4;
+            let word = chunk * (CHUNK / 2) + lane * 16 + I as u32 % 4 * 4;
+            (even[I], odd[I]) = by_nibble(input.load_v4_nc(word));
+        }
+    });
+    let mut gsums = [0; 2];
+    let offset = warp::reduce_add_i32(lane_gsum(args, gsum, job.seg)).wrapping_mul(8);
+    if args.grouped != 0 {
+        unroll!(K in [0 1] {
+            if K < N {
+                gsums[K] = gsum.load_nc(chunk_group::<N>(job, lane, K));
+            }
+        });
+    }
+    let (first, end) = rows_of(args, job);
+    let width = args.cols / 8;
+    let start = job.seg * N as u32 * (CHUNK / 8) + lane * 4;
+    let at = |row: u32, c: usize| row * width + start + c as u32 * (CHUNK / 8);
+    let load = |row: u32, c: usize| {
+        if row < end && c < N {
+            weights.load_v4_stream(at(row, c))
+        } else {
+            [0; 4]
+        }
+    };
+    let mut even_row = [load(first, 0), load(first, 1)];
+    let mut odd_row = [load(first + 1, 0), load(first + 1, 1)];
+    let mut keep = 0u32;
+    let mut row = first;
+    while row < end {
+        let result = row_result::<N>(args, job, desc, &even_row, &even, &odd, row, gsums, offset);
+        unroll!(K in [0 1] {
+            if K < N {
+                weights.reload_v4_stream(row + 2 < end, at(row + 2, K), &mut even_row[K]);
+            }
+        });
+        if lane == row - first {
+            keep = result;
+        }
+        // Past the end this is the row before, again; nobody keeps it.
+        let next = if row + 1 < end { row + 1 } else { row };
+        let result = row_result::<N>(args, job, desc, &odd_row, &even, &odd, next, gsums, offset);
+        unroll!(K in [0 1] {
+            if K < N {
+                weights.reload_v4_stream(row + 3 < end, at(row + 3, K), &mut odd_row[K]);
+            }
+        });
+        if lane == row + 1 - first {
+            keep = result;
+        }
+        row += 2;
+    }
+    if first + lane < end {
+        out_rows(args, job.matrix, job.seg, job.slot).store(first + lane, keep);
+    }
+}
+
+/// Result of a row whose nibbles are loaded.
+#[inline(always)]
+#[allow(clippy::too_many_arguments)]
+fn row_result<const N: usize>(
+    args: &ExpertArgs,
+    job: &Job,
+    desc: &MatrixDesc,
+    words: &[[u32; 4]; 2],
+    even: &[[u32; 2]; 8],
+    odd: &[[u32; 2]; 8],
+    row: u32,
+    gsums: [i32; 2],
+    offset: i32,
+) -> u32 {
+    let mut sums = [[0i32; 2]; 2];
+    unroll!(K in [0 1] {
+        if K < N {
+            unroll!(I in [0 1 2 3] {
+                multiply(words[K][I], even[4 * K + I], odd[4 * K + I], &mut sums[K]);
+            });
+        }
+    });
+    let chunk = |k: usize| sums[k][0].wrapping_add(sums[k][1] >> 4);
+    if args.grouped == 0 {
+        let sum = chunk(0).wrapping_add(chunk(1));
+        warp::reduce_add_i32(sum).wrapping_sub(offset) as u32
+    } else {
+        let mut scales = [0.0; 2];
+        unroll!(K in [0 1] {
+            if K < N {
+                let group = chunk_group::<N>(job, warp::lane_id(), K);
+                scales[K] = scale_at(desc, row * (args.cols / 64) + group);
+            }
+        });
+        fold_chunks::<N>([chunk(0), chunk(1)], gsums, scales).to_bits()
+    }
+}
+
+/// A job of any number of tokens, folds of N chunks.
+#[inline(always)]
+fn tokens<const N: usize>(args: &ExpertArgs, job: &Job, desc: &MatrixDesc, weights: Global<u32>) {
+    let lane = warp::lane_id();
+    let (first, end) = rows_of(args, job);
+    let width = args.cols / 8;
+    let mut row = first;
+    while row < end {
+        // Where there are fewer rows left, the last one stands in.
+        let of = |r: usize| {
+            let row = row + r as u32;
+            if row < end { row } else { end - 1 }
+        };
+        let mut words = [[[0u32; 4]; 2]; 4];
+        unroll!(R in [0 1 2 3] {
+            unroll!(K in [0 1] {
+                if K < N {
+                    let chunk = job.seg * N as u32 + K as u32;
+                    let word = of(R) * width + chunk * (CHUNK / 8) + lane * 4;
+                    words[R][K] = weights.load_v4_stream(word);
+                }
+            });
+        });
+        let mut token = 0;
+        while token < job.tokens {
+            four_tokens::<N>(
+                args,
+                job,
+                desc,
+                &words,
+                [of(0), of(1), of(2), of(3)],
+                row,
+                token,
+            );
+            token += 4;
+        }
+        row += 4;
+    }
+}
+
+/// Four rows times four tokens.
+#[inline(always)]
+fn four_tokens<const N: usize>(
+    args: &ExpertArgs,
+    job: &Job,
+    desc: &MatrixDesc,
+    words: &[[[u32; 4]; 2]; 4],
+    rows: [u32; 4],
+    row: u32,
+    token: u32,
+) {
+    let lane = warp::lane_id();
+    let slot = |t: usize| {
+        let token = token + t as u32;
+        job.slot
+            + if token < job.tokens {
+                token
+            } else {
+                job.tokens - 1
+            }
+    };
+    let inputs = [
+        input_row(args, slot(0)),
+        input_row(args, slot(1)),
+        input_row(args, slot(2)),
+        input_row(args, slot(3)),
+    ];
+    let mut sums = [[[0i32; 2]; 4]; 4];
+    unroll!(K in [0 1] {
+        if K < N {
+            let start = (job.seg * N as u32 + K as u32) * (CHUNK / 2) + lane * 16;
+            unroll!(I in [0 1 2 3] {
+                let mut x = [[0u32; 4]; 4];
+                unroll!(T in [0 1 2 3] {
+                    x[T] = inputs[T].0.load_v4_nc(start + 4 * I as u32);
+                });
+                unroll!(R in [0 1 2 3] {
+                    let low = words[R][K][I] & 0x0f0f_0f0f;
+                    let high = words[R][K][I] >> 4 & 0x0f0f_0f0f;
+                    let front = prmt(low, high, 0x5140);
+                    let back = prmt(low, high, 0x7362);
+                    unroll!(T in [0 1 2 3] {
+                        let sum = dp2a_lo_s32_u32(x[T][0], front, sums[R][T][K]);
+                        let sum = dp2a_hi_s32_u32(x[T][1], front, sum);
+                        let sum = dp2a_lo_s32_u32(x[T][2], back, sum);
+                        sums[R][T][K] = dp2a_hi_s32_u32(x[T][3], back, sum);
+                    });
+                });
+            });
+        }
+    });
+    let mut keep = 0u32;
+    if args.grouped == 0 {
+        unroll!(T in [0 1 2 3] {
+            let offset = lane_gsum(args, inputs[T].1, job.seg).wrapping_mul(8);
+            unroll!(R in [0 1 2 3] {
+                let own = sums[R][T][0].wrapping_add(sums[R][T][1]).wrapping_sub(offset);
+                let sum = warp::reduce_add_i32(own) as u32;
+                if lane == (T * 4 + R) as u32 {
+                    keep = sum;
+                }
+            });
+        });
+    } else {
+        unroll!(R in [0 1 2 3] {
+            let mut scales = [0.0; 2];
+            unroll!(K in [0 1] {
+                if K < N {
+                    let group = chunk_group::<N>(job, lane, K);
+                    scales[K] = scale_at(desc, rows[R] * (args.cols / 64) + group);
+                }
+            });
+            unroll!(T in [0 1 2 3] {
+                let mut gsums = [0; 2];
+                unroll!(K in [0 1] {
+                    if K < N {
+                        gsums[K] = inputs[T].1.load_nc(chunk_group::<N>(job, lane, K));
+                    }
+                });
+                let v = fold_chunks::<N>(sums[R][T], gsums, scales).to_bits();
+                if lane == (T * 4 + R) as u32 {
+                    keep = v;
+                }
+            });
+        });
+    }
+    let (t, r) = (lane / 4, lane % 4);
+    let (_, end) = rows_of(args, job);
+    if lane < 16 && token + t < job.tokens && row + r < end {
+        out_rows(args, job.matrix, job.seg, job.slot + token + t).store(row + r, keep);
+    }
+}
+
+/// A job of any number of tokens where a fold has fewer than 1,024 columns: a lane owns
+/// `fold / 32` neighbouring columns of each round.
+#[inline(always)]
+fn narrow(args: &ExpertArgs, job: &Job, desc: &MatrixDesc, weights: Global<u32>) {
+    let lane = warp::lane_id();
+    let (first, end) = rows_of(args, job);
+    let fold = Fold::new(args, job.seg, lane);
+    let mut row = first;
+    while row < end {
+        let mut token = 0;
+        while token < job.tokens {
+            narrow_four(args, job, desc, weights, &fold, row, token);
+            token += 4;
+        }
+        row += 1;
+    }
+}
+
+/// A row times four tokens.
+#[inline(always)]
+fn narrow_four(
+    args: &ExpertArgs,
+    job: &Job,
+    desc: &MatrixDesc,
+    weights: Global<u32>,
+    fold: &Fold,
+    row: u32,
+    token: u32,
+) {
+    let lane = warp::lane_id();
+    let lane_cols = args.fold / LANES as u32;
+    let slot = |t: usize| {
+        let token = token + t as u32;
+        job.slot
+            + if token < job.tokens {
+                token
+            } else {
+                job.tokens - 1
+            }
+    };
+    let inputs = [
+        input_row(args, slot(0)),
+        input_row(args, slot(1)),
+        input_row(args, slot(2)),
+        input_row(args, slot(3)),
+    ];
+    let mut sums = [0i32; 4];
+    let mut totals = [0f32; 4];
+    let mut round = 0;
+    while round < args.rounds {
+        let column = (job.seg * args.rounds + round) * args.fold + lane * lane_cols;
+        let byte = row * (args.cols / 2) + column / 2;
+        let mut done = 0;
+        while done < lane_cols {
+            // 8 columns, or all of the lane's.
+            let word = match lane_cols {
+                2 => u32::from(weights.cast::<u8>().load_nc(byte)),
+                4 => u32::from(weights.cast::<u16>().load_nc(byte / 2)),
+                _ => weights.load_nc((byte + done / 2) / 4),
+            };
+            let low = word & 0x0f0f_0f0f;
+            let high = word >> 4 & 0x0f0f_0f0f;
+            let nibbles = [prmt(low, high, 0x5140), prmt(low, high, 0x7362)];
+            unroll!(J in [0 1 2 3] {
+                if 2 * (J as u32) < lane_cols {
+                    unroll!(T in [0 1 2 3] {
+                        let x = inputs[T].0.load_nc((column + done) / 2 + J as u32);
+                        sums[T] = if J.is_multiple_of(2) {
+                            dp2a_lo_s32_u32(x, nibbles[J / 2], sums[T])
+                        } else {
+                            dp2a_hi_s32_u32(x, nibbles[J / 2], sums[T])
+                        };
+                    });
+                }
+            });
+            done += 8;
+        }
+        if args.grouped != 0 {
+            let scale = fold.scale(desc, row, round);
+            unroll!(T in [0 1 2 3] {
+                let gsum = inputs[T].1.load_nc(fold.group(round));
+                let v = fold.reduce(sums[T], gsum, scale);
+                totals[T] = if round == 0 { v } else { totals[T] + v };
+                sums[T] = 0;
+            });
+        }
+        round += 1;
+    }
+    let mut keep = 0u32;
+    unroll!(T in [0 1 2 3] {
+        let value = if args.grouped != 0 {
+            totals[T].to_bits()
+        } else {
+            let offset = lane_gsum(args, inputs[T].1, job.seg).wrapping_mul(8);
+            warp::reduce_add_i32(sums[T].wrapping_sub(offset)) as u32
+        };
+        if lane == T as u32 {
+            keep = value;
+        }
+    });
+    if lane < 4 && token + lane < job.tokens {
+        out_rows(args, job.matrix, job.seg, job.slot + token + lane).store(row, keep);
+    }
+}

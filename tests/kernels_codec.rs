@@ -1,0 +1,737 @@
+//! The codec kernels and the expert matmuls against plain loops, bit for bit.
+//!
+//! A case is a layer of experts with coded and raw matrices, tokens spread over them, and launches
+//! that between them cover it: fused (registers for one token, shared memory for several, raw) or
+//! unfused (decode to scratch, then raw). Outputs start as a pattern, so that what a kernel must
+//! leave alone is checked as well as what it must write.
+
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use cuda_std::emulator::{Memory, launch};
+use cuda_std::mem::Slice;
+use gpu::abi::{CODEC_RAW, ExpertArgs, MatrixDesc, SCALES_AMAX, SCALES_F32, rans_codec};
+use gpu::arith::scale_from_amax;
+use gpu::coded_plan;
+use gpu::launch::{DeviceLimits, Launch};
+use gpu::layout::{Blocks, Folds, Symbol};
+use host::codec::{Encoded, Table, count_symbols, encode};
+
+/// Kernels of this suite.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Kernel {
+    Raw,
+    RawTokens,
+    Rans(Symbol),
+    RansShared(Symbol),
+    Decode(Symbol),
+}
+
+/// What runs kernels.
+trait Runner {
+    type Memory;
+    fn limits(&self) -> DeviceLimits;
+    fn upload(&self, words: &[u32]) -> Self::Memory;
+    fn address(&self, memory: &Self::Memory) -> u64;
+    fn download(&self, memory: &Self::Memory) -> Vec<u32>;
+    fn launch(&self, kernel: Kernel, launch: &Launch, args: &ExpertArgs) -> Result<(), String>;
+}
+
+/// The emulator.
+struct Emulated(DeviceLimits);
+
+/// Shared memory of an H200 on few multiprocessors.
+const EMULATED: Emulated = Emulated(DeviceLimits {
+    sms: 2,
+    shared_per_block: 227 << 10,
+    shared_per_sm: 228 << 10,
+    threads_per_sm: 2048,
+});
+
+impl Runner for Emulated {
+    type Memory = Memory<u32>;
+
+    fn limits(&self) -> DeviceLimits {
+        self.0
+    }
+    fn upload(&self, words: &[u32]) -> Memory<u32> {
+        Memory::from_slice(words)
+    }
+    fn address(&self, memory: &Memory<u32>) -> u64 {
+        memory.slice().addr
+    }
+    fn download(&self, memory: &Memory<u32>) -> Vec<u32> {
+        memory.to_vec()
+    }
+    fn launch(&self, kernel: Kernel, l: &Launch, args: &ExpertArgs) -> Result<(), String> {
+        use gpu::decode_rans::{decode_rans_pair, decode_rans_triple};
+        use gpu::matmul_rans::{matmul_rans_pair, matmul_rans_triple};
+        use gpu::matmul_rans_shared::{matmul_rans_shared_pair, matmul_rans_shared_triple};
+        use gpu::matmul_raw::{matmul_raw, matmul_raw_tokens};
+        let (args, function): (ExpertArgs, unsafe fn(ExpertArgs)) = match kernel {
+            Kernel::Raw => (*args, matmul_raw),
+            Kernel::RawTokens => (*args, matmul_raw_tokens),
+            Kernel::Rans(Symbol::Pair) => (*args, matmul_rans_pair),
+            Kernel::Rans(Symbol::Triple) => (*args, matmul_rans_triple),
+            Kernel::RansShared(Symbol::Pair) => (*args, matmul_rans_shared_pair),
+            Kernel::RansShared(Symbol::Triple) => (*args, matmul_rans_shared_triple),
+            Kernel::Decode(Symbol::Pair) => (*args, decode_rans_pair),
+            Kernel::Decode(Symbol::Triple) => (*args, decode_rans_triple),
+        };
+        let name = format!("{kernel:?}");
+        // SAFETY: the suite's buffers are as `ExpertArgs` says.
+        launch(&name, l.grid[0], l.threads, l.shared, || unsafe {
+            function(args)
+        })
+        .map(|_| ())
+        .map_err(|e| e.to_string())
+    }
+}
+
+/// SplitMix64.
+struct Rng(u64);
+
+impl Rng {
+    /// A fresh seed, printed; `ANSATZ_SEED` repeats one.
+    fn fresh() -> Self {
+        let seed = match std::env::var("ANSATZ_SEED") {
+            Ok(seed) => seed.parse().expect("ANSATZ_SEED: a number"),
+            Err(_) => SystemTime::now()
+                .duration_since(UNIX_EPOCH)
+                .unwrap()
+                .as_nanos() as u64,
+        };
+        println!("ANSATZ_SEED={seed}");
+        Self(seed)
+    }
+    fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let z = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
+    fn below(&mut self, n: usize) -> usize {
+        (self.next() % n as u64) as usize
+    }
+    fn pick<T: Copy>(&mut self, of: &[T]) -> T {
+        of[self.below(of.len())]
+    }
+}
+
+/// How nibbles are distributed.
+#[derive(Clone, Copy, Debug)]
+enum Data {
+    Gaussian,
+    Skewed,
+    Uniform,
+    Single,
+    Extreme,
+}
+
+const DATA: [Data; 5] = [
+    Data::Gaussian,
+    Data::Skewed,
+    Data::Uniform,
+    Data::Single,
+    Data::Extreme,
+];
+
+impl Data {
+    fn nibble(self, rng: &mut Rng) -> u8 {
+        let r = rng.next();
+        match self {
+            // Sum of eight digits of a quarter each, near a normal distribution.
+            Data::Gaussian => {
+                let sum: u64 = (0..8).map(|i| r >> (2 * i) & 3).sum();
+                (sum as i64 * 2 / 3).clamp(0, 15) as u8
+            }
+            Data::Skewed => (r | 1 << 15).trailing_zeros() as u8,
+            Data::Uniform => (r & 15) as u8,
+            Data::Single => 9,
+            Data::Extreme => {
+                if r & 1 == 0 {
+                    0
+                } else {
+                    15
+                }
+            }
+        }
+    }
+}
+
+/// How a matrix is stored.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Codec {
+    Raw,
+    Rans(Symbol),
+}
+
+const PAIR: Codec = Codec::Rans(Symbol::Pair);
+const TRIPLE: Codec = Codec::Rans(Symbol::Triple);
+
+/// A layer and what is asked of it.
+#[derive(Clone, Debug)]
+struct Case {
+    rows: usize,
+    cols: usize,
+    data: Data,
+    grouped: bool,
+    amax: bool,
+    /// Tokens of each active expert.
+    tokens: Vec<usize>,
+    /// Matrices that the launch covers, from the first.
+    first: usize,
+    count: usize,
+    /// Codecs of experts and matrices, in rotation.
+    codecs: Vec<Codec>,
+    unfused: bool,
+}
+
+struct Matrix {
+    packed: Vec<u8>,
+    codec: Codec,
+    /// Bits of f32, or amax.
+    scales: Vec<u32>,
+    encoded: Option<Encoded>,
+}
+
+impl Case {
+    fn matrix(&self, rng: &mut Rng, codec: Codec) -> Matrix {
+        let packed = (0..self.rows * self.cols / 2)
+            .map(|_| self.data.nibble(rng) | self.data.nibble(rng) << 4)
+            .collect();
+        let n = self.rows * if self.grouped { self.cols / 64 } else { 1 };
+        let scales = (0..n)
+            .map(|_| match self.amax {
+                true => 0x3c00 + rng.below(0x200) as u32,
+                false => (1e-3 + rng.below(1 << 20) as f32 * 1e-8).to_bits(),
+            })
+            .collect();
+        Matrix {
+            packed,
+            codec,
+            scales,
+            encoded: None,
+        }
+    }
+
+    fn scale(&self, bits: u32) -> f32 {
+        match self.amax {
+            true => scale_from_amax(bits as u16),
+            false => f32::from_bits(bits),
+        }
+    }
+
+    /// Partial result of a row and segment, by `gpu::layout::Folds`.
+    fn partial(&self, m: &Matrix, x: &[i16], row: usize, seg: usize) -> u32 {
+        let folds = Folds::new(self.cols).unwrap();
+        let nibble =
+            |c: usize| i32::from(m.packed[(row * self.cols + c) / 2] >> (4 * (c % 2)) & 15) - 8;
+        let dot = |from: usize, n: usize| -> i32 {
+            (from..from + n).map(|c| nibble(c) * i32::from(x[c])).sum()
+        };
+        let start = seg * folds.seg_cols();
+        if !self.grouped {
+            return dot(start, folds.seg_cols()) as u32;
+        }
+        let mut total = None;
+        for round in 0..folds.rounds {
+            let from = start + round * folds.fold;
+            let mut v: Vec<f32> = (0..folds.fold_groups())
+                .map(|g| {
+                    let col = from + 64 * g;
+                    let scale = self.scale(m.scales[row * (self.cols / 64) + col / 64]);
+                    scale * dot(col, 64) as f32
+                })
+                .collect();
+            while v.len() > 1 {
+                let half = v.len() / 2;
+                for i in 0..half {
+                    v[i] += v[i + half];
+                }
+                v.truncate(half);
+            }
+            total = Some(total.map_or(v[0], |t: f32| t + v[0]));
+        }
+        total.unwrap().to_bits()
+    }
+}
+
+fn words(bytes: &[u8]) -> Vec<u32> {
+    bytes
+        .chunks(4)
+        .map(|c| c.iter().rev().fold(0, |w, b| w << 8 | u32::from(*b)))
+        .collect()
+}
+
+const PATTERN: u32 = 0xdead_beef;
+
+/// A case in a device's memory.
+struct Layer<'a, R: Runner> {
+    runner: &'a R,
+    case: &'a Case,
+    folds: Folds,
+    /// Experts by three; those that no token goes to are there as well.
+    matrices: Vec<Matrix>,
+    tables: [Option<Table>; 2],
+    /// Expert, first slot, tokens.
+    active: Vec<[u32; 4]>,
+    row_map: Vec<u32>,
+    x: Vec<i16>,
+    args: ExpertArgs,
+    keep: Vec<R::Memory>,
+    out: R::Memory,
+    scratch: R::Memory,
+    faults: R::Memory,
+}
+
+impl<'a, R: Runner> Layer<'a, R> {
+    fn new(runner: &'a R, case: &'a Case, rng: &mut Rng) -> Self {
+        let folds = Folds::new(case.cols).unwrap();
+        let experts = 2 * case.tokens.len() + 1;
+        let mut matrices: Vec<Matrix> = (0..3 * experts)
+            .map(|i| case.matrix(rng, case.codecs[i % case.codecs.len()]))
+            .collect();
+        let tables = [Symbol::Pair, Symbol::Triple].map(|symbol| {
+            let mut counts = vec![0; symbol.alphabet()];
+            let mut any = false;
+            for m in matrices.iter().filter(|m| m.codec == Codec::Rans(symbol)) {
+                count_symbols(symbol, &m.packed, case.rows, case.cols, &mut counts);
+                any = true;
+            }
+            any.then(|| Table::from_counts(symbol, &counts).unwrap())
+        });
+        for m in &mut matrices {
+            if let Codec::Rans(symbol) = m.codec {
+                let blocks = Blocks::new(case.rows, case.cols, symbol).unwrap();
+                let table = tables[symbol as usize].as_ref().unwrap();
+                m.encoded = Some(encode(&m.packed, &blocks, table).unwrap());
+            }
+        }
+        let slots: usize = case.tokens.iter().sum();
+        let mut active = Vec::new();
+        let mut slot = 0;
+        for (i, tokens) in case.tokens.iter().enumerate() {
+            active.push([2 * i as u32 + 1, slot, *tokens as u32, 0]);
+            slot += *tokens as u32;
+        }
+        // Gate and up read tokens through a map, down its slots.
+        let inputs = if case.first == 0 {
+            slots.div_ceil(2).max(1)
+        } else {
+            slots
+        };
+        let row_map: Vec<u32> = match case.first {
+            0 => (0..slots).map(|_| rng.below(inputs) as u32).collect(),
+            _ => Vec::new(),
+        };
+        let x: Vec<i16> = (0..inputs * case.cols)
+            .map(|_| match rng.below(8) {
+                0 => 32512,
+                1 => -32512,
+                _ => (rng.below(65025) as i32 - 32512) as i16,
+            })
+            .collect();
+        let gsum: Vec<u32> = x
+            .chunks(64)
+            .map(|g| g.iter().map(|v| i32::from(*v)).sum::<i32>() as u32)
+            .collect();
+        let x_words: Vec<u32> = x
+            .chunks(2)
+            .map(|p| u32::from(p[0] as u16) | u32::from(p[1] as u16) << 16)
+            .collect();
+
+        let mut keep = Vec::new();
+        let mut put = |data: &[u32], len: usize| {
+            let memory = runner.upload(data);
+            let slice = Slice::new(runner.address(&memory), len as u64);
+            keep.push(memory);
+            slice
+        };
+        let mut descs: Vec<u32> = Vec::new();
+        for m in &matrices {
+            let stream = match &m.encoded {
+                Some(e) => words(&e.stream),
+                None => words(&m.packed),
+            };
+            let mut desc = MatrixDesc {
+                stream: put(&stream, stream.len()),
+                codec: CODEC_RAW,
+                scale_format: if case.amax { SCALES_AMAX } else { SCALES_F32 },
+                rows: case.rows as u32,
+                cols: case.cols as u32,
+                ..MatrixDesc::default()
+            };
+            if let (Some(e), Codec::Rans(symbol)) = (&m.encoded, m.codec) {
+                desc.codec = rans_codec(symbol);
+                desc.n_blocks = e.blocks.blocks as u32;
+                desc.blocks = put(&e.offsets, e.offsets.len());
+            }
+            let scales: Vec<u32> = match case.amax {
+                true => m
+                    .scales
+                    .chunks(2)
+                    .map(|s| s[0] | s.get(1).unwrap_or(&0) << 16)
+                    .collect(),
+                false => m.scales.clone(),
+            };
+            desc.scales = put(&scales, m.scales.len());
+            descs.extend(bytemuck::cast_slice::<MatrixDesc, u32>(&[desc]));
+        }
+        let n_active = active.len();
+        let out_len = case.count * folds.segs() * slots * case.rows;
+        let scratch_len = n_active * case.count * case.rows * case.cols / 8;
+        let out = runner.upload(&vec![PATTERN; out_len.max(1)]);
+        let scratch = runner.upload(&vec![PATTERN; scratch_len]);
+        let faults = runner.upload(&[0]);
+        let args = ExpertArgs {
+            descs: put(&descs, matrices.len()),
+            active: put(bytemuck::cast_slice(&active), n_active),
+            n_active: put(&[n_active as u32], 1),
+            x: put(&x_words, x_words.len()),
+            gsum: put(&gsum, gsum.len()),
+            row_map: match row_map.is_empty() {
+                true => Slice::EMPTY,
+                false => put(&row_map, row_map.len()),
+            },
+            out: Slice::new(runner.address(&out), out_len as u64),
+            scratch: Slice::EMPTY,
+            faults: Slice::new(runner.address(&faults), 1),
+            first: case.first as u32,
+            count: case.count as u32,
+            slots: slots as u32,
+            active_end: n_active as u32,
+            max_tokens: u32::MAX,
+            grouped: u32::from(case.grouped),
+            ..ExpertArgs::default()
+        }
+        .with_shape(case.rows, &folds);
+        Layer {
+            runner,
+            case,
+            folds,
+            matrices,
+            tables,
+            active,
+            row_map,
+            x,
+            args,
+            keep,
+            out,
+            scratch,
+            faults,
+        }
+    }
+
+    /// Launches what covers the layer.
+    fn run(&mut self) -> Result<(), String> {
+        let case = self.case;
+        let limits = self.runner.limits();
+        let most = case.tokens.iter().copied().max().unwrap() as u32;
+        let matrices = (self.active.len() * case.count) as u64;
+        for symbol in [Symbol::Pair, Symbol::Triple] {
+            let Some(table) = &self.tables[symbol as usize] else {
+                continue;
+            };
+            let memory = self.runner.upload(table.entries());
+            let blocks = Blocks::new(case.rows, case.cols, symbol).unwrap();
+            let jobs = matrices * blocks.jobs() as u64;
+            let mut args = self.args;
+            args.table = Slice::new(self.runner.address(&memory), table.entries().len() as u64);
+            args.blocks = blocks.blocks as u32;
+            self.keep.push(memory);
+            if case.unfused {
+                args.scratch = self.scratch();
+                let launch = coded_plan::decode_rans(&limits, symbol, jobs).unwrap();
+                self.runner.launch(Kernel::Decode(symbol), &launch, &args)?;
+                continue;
+            }
+            args.max_tokens = 1;
+            let launch = coded_plan::matmul_rans(&limits, symbol, &self.folds, jobs).unwrap();
+            self.runner.launch(Kernel::Rans(symbol), &launch, &args)?;
+            if most > 1 {
+                (args.min_tokens, args.max_tokens) = (2, u32::MAX);
+                let (launch, stage) =
+                    coded_plan::matmul_rans_shared(&limits, symbol, &self.folds, most, jobs)
+                        .unwrap();
+                args.stage = stage;
+                self.runner
+                    .launch(Kernel::RansShared(symbol), &launch, &args)?;
+            }
+        }
+        for several in [false, true] {
+            let mut args = self.args;
+            let (launch, job_rows) =
+                coded_plan::matmul_raw(&limits, case.rows, &self.folds, matrices, several);
+            args.job_rows = job_rows;
+            args.blocks = case.rows.div_ceil(job_rows as usize) as u32;
+            if case.unfused {
+                args.scratch = self.scratch();
+            }
+            (args.min_tokens, args.max_tokens) = if several { (2, u32::MAX) } else { (0, 1) };
+            let kernel = if several {
+                Kernel::RawTokens
+            } else {
+                Kernel::Raw
+            };
+            self.runner.launch(kernel, &launch, &args)?;
+        }
+        Ok(())
+    }
+
+    fn scratch(&self) -> Slice {
+        let words = self.active.len() * self.case.count * self.case.rows * self.case.cols / 8;
+        Slice::new(self.runner.address(&self.scratch), words as u64)
+    }
+
+    /// Compares everything with plain loops.
+    fn check(&self) {
+        let case = self.case;
+        let slots = self.args.slots as usize;
+        let out = self.runner.download(&self.out);
+        let scratch = self.runner.download(&self.scratch);
+        let size = case.rows * case.cols / 8;
+        for (a, [expert, start, tokens, _]) in self.active.iter().enumerate() {
+            for m in 0..case.count {
+                let matrix = &self.matrices[*expert as usize * 3 + case.first + m];
+                let place = &scratch[(a * case.count + m) * size..][..size];
+                if case.unfused && matrix.codec != Codec::Raw {
+                    assert!(
+                        place == words(&matrix.packed),
+                        "{case:?}: scratch of expert {expert}"
+                    );
+                } else {
+                    assert!(
+                        place.iter().all(|w| *w == PATTERN),
+                        "{case:?}: stray decode"
+                    );
+                }
+                for token in 0..*tokens {
+                    let slot = (start + token) as usize;
+                    let input = *self.row_map.get(slot).unwrap_or(&(slot as u32)) as usize;
+                    let x = &self.x[input * case.cols..][..case.cols];
+                    for seg in 0..self.folds.segs() {
+                        let at = ((m * self.folds.segs() + seg) * slots + slot) * case.rows;
+                        for row in 0..case.rows {
+                            assert_eq!(
+                                out[at + row],
+                                case.partial(matrix, x, row, seg),
+                                "{case:?}: expert {expert} ({:?}) matrix {m} segment {seg} \
+                                 token {token} row {row}",
+                                matrix.codec
+                            );
+                        }
+                    }
+                }
+            }
+        }
+        assert_eq!(self.runner.download(&self.faults), [0], "{case:?}: faults");
+    }
+}
+
+fn check<R: Runner>(runner: &R, case: &Case, rng: &mut Rng) {
+    let mut layer = Layer::new(runner, case, rng);
+    if let Err(error) = layer.run() {
+        panic!("{case:?}: {error}");
+    }
+    layer.check();
+}
+
+/// One expert, one token, a matrix of one codec.
+fn simple(rows: usize, cols: usize, codec: Codec) -> Case {
+    Case {
+        rows,
+        cols,
+        data: Data::Gaussian,
+        grouped: false,
+        amax: false,
+        tokens: vec![1],
+        first: 0,
+        count: 2,
+        codecs: vec![codec],
+        unfused: false,
+    }
+}
+
+/// Every way that a width can be folded, and both limits.
+const COLS: [usize; 18] = [
+    64, 128, 192, 256, 320, 448, 512, 768, 1024, 1088, 1408, 1536, 2048, 2112, 3072, 6144, 7168,
+    8192,
+];
+const ROWS: [usize; 18] = [
+    1, 2, 3, 4, 5, 6, 7, 31, 32, 33, 34, 47, 48, 49, 95, 96, 97, 130,
+];
+
+/// Every width with each codec; rows, data and scales vary.
+fn every_width<R: Runner>(runner: &R) {
+    let mut rng = Rng::fresh();
+    for cols in COLS {
+        for codec in [Codec::Raw, PAIR, TRIPLE] {
+            for grouped in [false, true] {
+                let mut case = simple(rng.pick(&ROWS), cols, codec);
+                case.grouped = grouped;
+                case.amax = rng.below(2) == 0;
+                case.data = rng.pick(&DATA);
+                case.first = rng.below(2) * 2;
+                case.count = if case.first == 0 { 2 } else { 1 };
+                case.unfused = rng.below(3) == 0;
+                check(runner, &case, &mut rng);
+            }
+        }
+    }
+}
+
+/// Every number of rows, at widths on either side of the register form.
+fn every_height<R: Runner>(runner: &R) {
+    let mut rng = Rng::fresh();
+    for rows in ROWS {
+        for codec in [Codec::Raw, PAIR, TRIPLE] {
+            let mut case = simple(rows, rng.pick(&[64, 256, 1536, 2048]), codec);
+            case.grouped = rng.below(2) == 0;
+            case.data = rng.pick(&DATA);
+            check(runner, &case, &mut rng);
+            case.unfused = true;
+            check(runner, &case, &mut rng);
+        }
+    }
+}
+
+/// 1 to 33 tokens, more than are staged at a time, several experts.
+fn several_tokens<R: Runner>(runner: &R) {
+    let mut rng = Rng::fresh();
+    for tokens in [vec![2], vec![7, 1], vec![8], vec![33, 2, 1], vec![1, 1, 9]] {
+        for cols in [64, 192, 512, 1536, 2048, 3072] {
+            for codec in [Codec::Raw, PAIR, TRIPLE] {
+                let mut case = simple(rng.pick(&ROWS[..15]), cols, codec);
+                case.tokens = tokens.clone();
+                case.grouped = rng.below(2) == 0;
+                case.amax = rng.below(2) == 0;
+                case.data = rng.pick(&DATA);
+                case.unfused = rng.below(4) == 0;
+                check(runner, &case, &mut rng);
+            }
+        }
+    }
+}
+
+/// Layers whose matrices have different codecs.
+fn mixed_codecs<R: Runner>(runner: &R) {
+    let mut rng = Rng::fresh();
+    for unfused in [false, true] {
+        for grouped in [false, true] {
+            let mut case = simple(rng.pick(&ROWS), 256, TRIPLE);
+            case.codecs = vec![TRIPLE, PAIR, Codec::Raw, PAIR, TRIPLE, Codec::Raw, TRIPLE];
+            case.tokens = vec![1, 3, 1, 1, 5, 2, 1];
+            case.grouped = grouped;
+            case.unfused = unfused;
+            check(runner, &case, &mut rng);
+            case.first = 2;
+            case.count = 1;
+            check(runner, &case, &mut rng);
+        }
+    }
+}
+
+/// The shapes of GLM-5.2's experts.
+fn large<R: Runner>(runner: &R) {
+    let mut rng = Rng::fresh();
+    for (rows, cols, codec, unfused) in [
+        (2048, 6144, TRIPLE, false),
+        (6144, 2048, PAIR, false),
+        (1024, 8192, TRIPLE, true),
+    ] {
+        let mut case = simple(rows, cols, codec);
+        case.count = 1;
+        case.first = 2;
+        case.grouped = codec == PAIR;
+        case.unfused = unfused;
+        check(runner, &case, &mut rng);
+    }
+}
+
+/// Damaged streams and offsets: no access out of bounds (the emulator would say so), no endless
+/// loop, and nearly always a fault counted.
+fn damaged<R: Runner>(runner: &R) {
+    let mut rng = Rng::fresh();
+    let (mut faults, mut runs) = (0, 0);
+    for round in 0..24 {
+        let codec = rng.pick(&[PAIR, TRIPLE]);
+        let mut case = simple(
+            rng.pick(&ROWS[3..]),
+            rng.pick(&[64, 256, 2048, 2112]),
+            codec,
+        );
+        case.tokens = vec![1 + 2 * rng.below(2)];
+        case.unfused = rng.below(3) == 0;
+        case.count = 1;
+        let mut layer = Layer::new(runner, &case, &mut rng);
+        // The first matrix of expert 1 is the one that the launches read.
+        let matrix = &layer.matrices[3];
+        let encoded = matrix.encoded.as_ref().unwrap();
+        let mut stream = words(&encoded.stream);
+        let mut offsets = encoded.offsets.clone();
+        match round % 4 {
+            0 => {
+                let at = rng.below(stream.len());
+                stream[at] ^= 1 << rng.below(32);
+            }
+            1 => stream.iter_mut().for_each(|w| *w = rng.next() as u32),
+            2 => stream.truncate(rng.below(stream.len() / 4) * 4),
+            _ => {
+                let at = rng.below(offsets.len() - 1);
+                offsets[at] = rng.next() as u32;
+            }
+        }
+        let (s, o) = (runner.upload(&stream), runner.upload(&offsets));
+        let desc = MatrixDesc {
+            stream: Slice::new(runner.address(&s), stream.len() as u64),
+            blocks: Slice::new(runner.address(&o), offsets.len() as u64),
+            scales: Slice::EMPTY,
+            codec: match codec {
+                Codec::Rans(symbol) => rans_codec(symbol),
+                Codec::Raw => CODEC_RAW,
+            },
+            rows: case.rows as u32,
+            cols: case.cols as u32,
+            n_blocks: encoded.blocks.blocks as u32,
+            ..MatrixDesc::default()
+        };
+        let descs = [desc; 9];
+        let memory = runner.upload(bytemuck::cast_slice(&descs));
+        layer.args.descs = Slice::new(runner.address(&memory), 9);
+        layer.keep.extend([s, o, memory]);
+        if let Err(error) = layer.run() {
+            panic!("{case:?}, damage {}: {error}", round % 4);
+        }
+        runs += 1;
+        faults += u32::from(runner.download(&layer.faults) != [0]);
+    }
+    // A flipped bit of padding does no harm; most others show.
+    assert!(
+        faults * 4 > runs * 3,
+        "{faults} faults in {runs} damaged streams"
+    );
+}
+
+macro_rules! suite {
+    ($module:ident, $runner:expr, $($case:ident),*) => {
+        mod $module {
+            $(
+                #[test]
+                fn $case() {
+                    super::$case(&$runner);
+                }
+            )*
+        }
+    };
+}
+
+suite!(
+    emulator,
+    crate::EMULATED,
+    every_width,
+    every_height,
+    several_tokens,
+    mixed_codecs,
+    large,
+    damaged
+);
