@@ -151,7 +151,7 @@ fn what_is_packed_comes_back() {
             SymbolChoice::Always(Symbol::Triple),
         ] {
             for codec in [CodecChoice::Auto, CodecChoice::Rans, CodecChoice::Raw] {
-                let s = pack(&source, &options(symbols, codec), &path, |_| ()).unwrap();
+                let s = pack(&source, &options(symbols, codec), &path, |_| (), || false).unwrap();
                 let archive = verified(&source, &path);
                 assert_eq!(s.file_bytes, std::fs::metadata(&path).unwrap().len());
                 let record = archive.record(4, 2).unwrap();
@@ -191,7 +191,14 @@ fn a_synthetic_glm_expert_reaches_its_ratio() {
         (SymbolChoice::Auto, 0.745),
         (SymbolChoice::Always(Symbol::Triple), 0.7475),
     ] {
-        let s = pack(&source, &options(symbols, CodecChoice::Auto), &path, |_| ()).unwrap();
+        let s = pack(
+            &source,
+            &options(symbols, CodecChoice::Auto),
+            &path,
+            |_| (),
+            || false,
+        )
+        .unwrap();
         let class = |c: &ClassSummary| {
             (
                 c.coded_bytes as f64 / c.packed_bytes as f64,
@@ -217,4 +224,292 @@ fn a_synthetic_glm_expert_reaches_its_ratio() {
         coded.decode(arm, &mut out).unwrap();
         assert!(out[..] == source.experts[0][0].packed[..]);
     }
+}
+
+/// Where in the format the fields are that these tests change (`docs/format.md`).
+const HEADER: usize = 256;
+const INDEX: usize = 48;
+
+fn u64_at(b: &[u8], at: usize) -> u64 {
+    u64::from_le_bytes(b[at..at + 8].try_into().unwrap())
+}
+
+/// An archive with all there is in it: coded and raw matrices, both scale formats, two layers.
+fn small(dir: &Path, symbol: Symbol, hidden: usize) -> (Memory, Vec<u8>) {
+    let mut r = Random(23);
+    let s = shape(hidden, 64, ScaleKind::Row);
+    let source = Memory::new(s, &[2, 5], hidden / 64, |kind, (rows, cols)| match kind {
+        MatrixKind::Up => {
+            // Incompressible, with scales of no bf16 weights.
+            let mut m = gaussian(&mut r, rows, cols, s.scales, false);
+            m.packed = (0..rows * cols / 2)
+                .map(|_| (r.next() >> 56) as u8)
+                .collect();
+            m
+        }
+        _ => gaussian(&mut r, rows, cols, s.scales, true),
+    });
+    let path = dir.join("small.ansx");
+    let choice = options(SymbolChoice::Always(symbol), CodecChoice::Auto);
+    let mut options = choice;
+    options.block_nibbles = Some(4096);
+    pack(&source, &options, &path, |_| (), || false).unwrap();
+    let archive = verified(&source, &path);
+    let record = archive.record(2, 0).unwrap();
+    assert_eq!(record.matrices[1].codec, Codec::Raw);
+    assert_eq!(record.matrices[1].scale_format, ScaleFormat::F32);
+    (source, std::fs::read(&path).unwrap())
+}
+
+/// Writes, opens and verifies; the message if that fails.
+fn judge(path: &Path, bytes: &[u8]) -> Result<(), String> {
+    std::fs::write(path, bytes).unwrap();
+    let archive = Archive::open(path).map_err(|e| e.to_string())?;
+    verify(&archive, None::<&Memory>, |_| ()).map_err(|e| e.to_string())?;
+    Ok(())
+}
+
+/// A message must name the file, a place and a field.
+fn names_its_place(path: &Path, message: &str) -> bool {
+    let places = ["header", "table", "layer entry", "index of", "record of"];
+    message
+        .strip_prefix(&format!("{}: ", path.display()))
+        .is_some_and(|m| {
+            places.iter().any(|p| m.starts_with(p))
+                && (m.contains("expected") || m.contains("initial state"))
+        })
+}
+
+#[test]
+fn every_byte_and_every_length_counts() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("bad.ansx");
+    let (_, good) = small(dir.path(), Symbol::Pair, 64);
+    assert_eq!(judge(&path, &good), Ok(()));
+    let mut r = Random(31);
+    for at in 0..good.len() {
+        let mut bad = good.clone();
+        bad[at] ^= 1 << (r.next() % 8);
+        let message = judge(&path, &bad).expect_err("a flipped byte went unseen");
+        assert!(names_its_place(&path, &message), "byte {at}: {message}");
+    }
+    for len in (0..good.len()).step_by(7) {
+        let message = judge(&path, &good[..len]).expect_err("a cut went unseen");
+        assert!(names_its_place(&path, &message), "length {len}: {message}");
+    }
+    let mut long = good.clone();
+    long.push(0);
+    assert!(judge(&path, &long).unwrap_err().contains("file length"));
+}
+
+/// One random change: flips, a cut, a splice.
+fn corrupt(r: &mut Random, good: &[u8]) -> Vec<u8> {
+    let mut bad = good.to_vec();
+    let n = bad.len();
+    let below = |r: &mut Random, n: usize| (r.next() >> 11) as usize % n;
+    match r.next() % 5 {
+        0 => bad.truncate(below(r, n)),
+        1 => {
+            for _ in 0..1 + below(r, 8) {
+                bad[below(r, n)] ^= 1 << below(r, 8);
+            }
+        }
+        2 => {
+            let len = 1 + below(r, 64);
+            let (from, to) = (below(r, n - len), below(r, n - len));
+            bad.copy_within(from..from + len, to);
+        }
+        3 => {
+            let at = below(r, n);
+            let len = 1 + below(r, 64).min(n - at - 1);
+            bad.drain(at..(at + len).min(n));
+        }
+        _ => {
+            let at = below(r, n);
+            let word = [0u32, 1, u32::MAX, 0x8000_0000, r.next() as u32][below(r, 5)];
+            let to = (at + 4).min(n);
+            bad[at..to].copy_from_slice(&word.to_le_bytes()[..to - at]);
+        }
+    }
+    bad
+}
+
+#[test]
+fn ten_thousand_corruptions_are_errors() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("bad.ansx");
+    let mut r = Random(0x0bad_5eed);
+    for symbol in [Symbol::Pair, Symbol::Triple] {
+        let (_, good) = small(dir.path(), symbol, 128);
+        for i in 0..5000 {
+            let bad = corrupt(&mut r, &good);
+            match judge(&path, &bad) {
+                Ok(()) => assert!(bad == good, "{symbol:?} {i}: damage went unseen"),
+                Err(message) => assert!(names_its_place(&path, &message), "{message}"),
+            }
+        }
+    }
+}
+
+/// Makes checksums, fingerprint and digest right again, as far as the index can be followed.
+fn sign(b: &mut [u8]) {
+    if b.len() < HEADER {
+        return;
+    }
+    let (index, records) = (u64_at(b, 64), u64_at(b, 72));
+    if index > records || records > b.len() as u64 {
+        return;
+    }
+    let (index, records) = (index as usize, records as usize);
+    for at in (index..records.saturating_sub(INDEX - 1)).step_by(INDEX) {
+        let (from, len) = (u64_at(b, at), u64_at(b, at + 8));
+        let Some(end) = from.checked_add(len).filter(|e| *e <= b.len() as u64) else {
+            continue;
+        };
+        let sum = blake3::hash(&b[from as usize..end as usize]);
+        b[at + 16..at + 32].copy_from_slice(&sum.as_bytes()[..16]);
+    }
+    b[224..256].fill(0);
+    let digest = *blake3::hash(&b[..records]).as_bytes();
+    b[224..256].copy_from_slice(&digest);
+}
+
+/// Damage behind valid checksums, as an attacker would make it: whatever comes of it, no panic.
+#[test]
+fn signed_corruptions_do_no_harm() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("bad.ansx");
+    let mut r = Random(0x51_9ed);
+    let mut refused = 0;
+    for symbol in [Symbol::Pair, Symbol::Triple] {
+        let (_, good) = small(dir.path(), symbol, 128);
+        let mut resigned = good.clone();
+        sign(&mut resigned);
+        assert!(resigned == good, "the test signs as the archive does");
+        for _ in 0..3000 {
+            let mut bad = corrupt(&mut r, &good);
+            sign(&mut bad);
+            match judge(&path, &bad) {
+                Ok(()) => {}
+                Err(message) => {
+                    assert!(names_its_place(&path, &message), "{message}");
+                    refused += 1;
+                }
+            }
+        }
+    }
+    assert!(refused > 5900, "{refused} of 6000");
+}
+
+#[test]
+fn packing_is_deterministic_and_leaves_nothing_behind() {
+    let dir = tempfile::tempdir().unwrap();
+    let source = Memory::gaussian(shape(256, 128, ScaleKind::Row), &[1, 2, 3], 5, true);
+    let (a, b) = (dir.path().join("a.ansx"), dir.path().join("b.ansx"));
+    let o = PackOptions::default();
+    pack(&source, &o, &a, |_| (), || false).unwrap();
+    let one = rayon::ThreadPoolBuilder::new()
+        .num_threads(1)
+        .build()
+        .unwrap();
+    one.install(|| pack(&source, &o, &b, |_| (), || false))
+        .unwrap();
+    let bytes = std::fs::read(&a).unwrap();
+    assert!(bytes == std::fs::read(&b).unwrap());
+    // From the archive itself the same comes again.
+    pack(&Archive::open(&a).unwrap(), &o, &b, |_| (), || false).unwrap();
+    assert!(bytes == std::fs::read(&b).unwrap());
+
+    let c = dir.path().join("c.ansx");
+    assert!(matches!(
+        pack(&source, &o, &c, |_| (), || true),
+        Err(ArchiveError::Interrupted { .. })
+    ));
+    let mut bad = Memory::gaussian(source.shape, &[1], 2, true);
+    bad.experts[1][2].scales.to_mut()[3] = f32::NAN;
+    let e = pack(&bad, &o, &c, |_| (), || false)
+        .unwrap_err()
+        .to_string();
+    assert!(
+        e.contains("layer 1, expert 1, down_proj") && e.contains("NaN"),
+        "{e}"
+    );
+    let left: Vec<_> = std::fs::read_dir(dir.path()).unwrap().collect();
+    assert_eq!(left.len(), 2, "{left:?}");
+    assert!(
+        pack(
+            &source,
+            &o,
+            &dir.path().join("no/such/a.ansx"),
+            |_| (),
+            || false
+        )
+        .is_err()
+    );
+}
+
+#[test]
+fn an_archive_of_another_model_is_told_apart() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("a.ansx");
+    let source = Memory::gaussian(shape(128, 64, ScaleKind::Row), &[1], 2, true);
+    pack(&source, &PackOptions::default(), &path, |_| (), || false).unwrap();
+    let archive = Archive::open(&path).unwrap();
+    let complaint = |other: &Memory| {
+        verify(&archive, Some(other), |_| ())
+            .unwrap_err()
+            .to_string()
+    };
+
+    let other = Memory::gaussian(shape(128, 128, ScaleKind::Row), &[1], 2, true);
+    assert!(complaint(&other).contains("shape"));
+    let other = Memory::gaussian(source.shape, &[2], 2, true);
+    assert!(complaint(&other).contains("layers"));
+    let other = Memory::gaussian(source.shape, &[1], 3, true);
+    assert!(complaint(&other).contains("experts"));
+    let mut other = Memory::gaussian(source.shape, &[1], 2, true);
+    other.experts[1][0].packed.to_mut()[9] ^= 16;
+    let e = complaint(&other);
+    assert!(
+        e.contains("layer 1, expert 1, gate_proj: weights: ") && e.contains("byte 9"),
+        "{e}"
+    );
+    let mut other = Memory::gaussian(source.shape, &[1], 2, true);
+    other.experts[0][2].scales.to_mut()[5] *= 2.0;
+    assert!(complaint(&other).contains("expert 0, down_proj: scales: "));
+}
+
+/// Columns that no block suits are stored raw, and layers that differ get tables of their own.
+#[test]
+fn geometry_and_tables() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("a.ansx");
+    // gate and up have 100 columns, down 64.
+    let source = Memory::gaussian(shape(100, 64, ScaleKind::Row), &[0], 2, true);
+    pack(&source, &PackOptions::default(), &path, |_| (), || false).unwrap();
+    let archive = verified(&source, &path);
+    assert_eq!(archive.record(0, 0).unwrap().matrices[0].codec, Codec::Raw);
+    let layer = archive.layer(0).unwrap();
+    assert!(layer.table(MatrixKind::Gate).is_none());
+
+    let mut r = Random(77);
+    let s = shape(256, 256, ScaleKind::Row);
+    let mut n = 0;
+    let source = Memory::new(s, &[1, 2], 4, |_, (rows, cols)| {
+        let mut m = gaussian(&mut r, rows, cols, s.scales, true);
+        n += 1;
+        if n > 12 {
+            // The second layer's weights lean the other way.
+            for b in m.packed.to_mut() {
+                *b = (*b & 0x33) | 0xcc;
+            }
+        }
+        m
+    });
+    let choice = options(SymbolChoice::Always(Symbol::Pair), CodecChoice::Auto);
+    let summary = pack(&source, &choice, &path, |_| (), || false).unwrap();
+    let archive = verified(&source, &path);
+    assert_eq!(summary.tables, 2);
+    let id = |l| archive.layer(l).unwrap().table(MatrixKind::Gate).unwrap().0;
+    assert_ne!(id(1), id(2));
 }

@@ -134,6 +134,12 @@ pub enum ArchiveError {
         /// Expert.
         expert: usize,
     },
+    /// Packing was told to stop.
+    #[error("{}: interrupted; nothing was written", path.display())]
+    Interrupted {
+        /// The file that was to be.
+        path: PathBuf,
+    },
     /// Raw experts that cannot be packed.
     #[error("{}: {what}", path.display())]
     Source {

@@ -518,6 +518,14 @@ impl Archive {
                 field(20),
             )?,
         }
+        // A frequency of at most 255 keeps any code above half the packed size; so nobody has more
+        // than twice the file's size to allocate.
+        c.that(
+            field(20) >= rows * cols / 4,
+            "stream length",
+            format_args!("at least {} for {rows} rows of {cols}", rows * cols / 4),
+            field(20),
+        )?;
         let stream = part("stream length", next, field(20))?;
         let next = stream.end.next_multiple_of(ALIGN);
         c.equal("offset of scales", next, field(28))?;

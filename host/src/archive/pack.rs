@@ -201,14 +201,23 @@ const BATCH: usize = 32;
 ///
 /// The file's bytes depend on the experts and the options alone. They are written to a temporary
 /// file beside `out`, which takes its place when it is whole and on disk. `progress` is called
-/// with the number of experts done, first while counting symbols, then while coding: each expert
-/// counts twice.
+/// with 1 for each expert, first while counting symbols, then again while coding. Once `stop`
+/// returns true, packing ends with [`ArchiveError::Interrupted`] and leaves nothing behind.
 pub fn pack(
     source: &impl ExpertSource,
     options: &PackOptions,
     out: &Path,
     progress: impl Fn(u64) + Sync,
+    stop: impl Fn() -> bool,
 ) -> Result<Summary, ArchiveError> {
+    let going = || {
+        if stop() {
+            return Err(ArchiveError::Interrupted {
+                path: out.to_owned(),
+            });
+        }
+        Ok(())
+    };
     let shape = *source.shape();
     let layers = source.layers();
     let experts = source.experts();
@@ -216,6 +225,7 @@ pub fn pack(
     let mut counts = Vec::with_capacity(layers.len());
     let mut digests = Vec::with_capacity(layers.len() * experts);
     for &layer in layers {
+        going()?;
         let (layer_digests, layer_counts) =
             count_layer(source, options.codec, layer, experts, &progress)?;
         digests.extend(layer_digests);
@@ -255,6 +265,7 @@ pub fn pack(
         .flat_map(|l| (0..experts).map(move |e| (l, e)))
         .collect();
     for batch in all.chunks(BATCH) {
+        going()?;
         let coded: Vec<Coded> = batch
             .par_iter()
             .map(|&(l, e)| {

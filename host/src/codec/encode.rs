@@ -81,21 +81,23 @@ fn encode_job(
             stream.extend(lane.words.get(i).copied().unwrap_or(0).to_le_bytes());
         }
     }
-    let fixed = stream.len();
+    // What comes after the last word that a lane really has is cut.
+    let mut end = stream.len();
     let mut counters = [0usize; LANES];
     for group in 0..groups {
         for (lane, c) in lanes.iter().zip(&mut counters) {
             let before = *c / 2;
             *c += usize::from(lane.taken[group]);
             if *c / 2 != before {
-                let word = lane.words.get(*c / 2 + 1).copied().unwrap_or(0);
-                stream.extend(word.to_le_bytes());
+                let word = lane.words.get(*c / 2 + 1);
+                stream.extend(word.copied().unwrap_or(0).to_le_bytes());
+                if word.is_some() {
+                    end = stream.len();
+                }
             }
         }
     }
-    while stream.len() > fixed && stream.ends_with(&[0; 4]) {
-        stream.truncate(stream.len() - 4);
-    }
+    stream.truncate(end);
     stream.resize(stream.len().next_multiple_of(STREAM_ALIGN), 0);
     Ok(())
 }
