@@ -513,3 +513,184 @@ fn geometry_and_tables() {
     let id = |l| archive.layer(l).unwrap().table(MatrixKind::Gate).unwrap().0;
     assert_ne!(id(1), id(2));
 }
+
+/// Experts of small integers and bf16 scales: the same on every machine.
+fn dice(shape: ExpertShape, layers: &[u32], experts: usize) -> Memory {
+    let mut r = Random(1789);
+    Memory::new(shape, layers, experts, |kind, (rows, cols)| {
+        let flat = kind == MatrixKind::Up && rows == 64;
+        let mut nibble = || match (r.next(), flat) {
+            (x, true) => (x >> 60) as u8,
+            (x, false) => (2 + (x >> 62) + (x >> 60) % 4 + (x >> 58) % 4 + (x >> 56) % 4) as u8,
+        };
+        let packed = (0..rows * cols / 2)
+            .map(|_| nibble() | nibble() << 4)
+            .collect();
+        let n = shape.scales.count(rows, cols) as u32;
+        // The up matrix's are no scales of bf16 weights.
+        let odd = u32::from(kind == MatrixKind::Up);
+        RawMatrix {
+            packed: Cow::Owned(packed),
+            scales: (0..n)
+                .map(|i| f32::from_bits(0x3c00_0000 + (i % 97) * 0x1_0000 + odd) / 7.0)
+                .collect(),
+        }
+    })
+}
+
+fn golden() -> std::path::PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/golden")
+}
+
+/// The good golden files, from their sources.
+fn golden_sources() -> Vec<(&'static str, Memory, PackOptions)> {
+    let pair = SymbolChoice::Always(Symbol::Pair);
+    let triple = SymbolChoice::Always(Symbol::Triple);
+    let blocks = |mut o: PackOptions, n| {
+        o.block_nibbles = Some(n);
+        o
+    };
+    vec![
+        (
+            "pair-tiny",
+            dice(shape(64, 64, ScaleKind::Row), &[1], 1),
+            options(pair, CodecChoice::Rans),
+        ),
+        (
+            "pair-row",
+            dice(shape(192, 64, ScaleKind::Row), &[1, 3], 1),
+            blocks(options(pair, CodecChoice::Rans), 4000),
+        ),
+        (
+            "triple-row",
+            dice(shape(128, 128, ScaleKind::Row), &[7], 1),
+            blocks(options(triple, CodecChoice::Rans), 8000),
+        ),
+        (
+            "pair-g64",
+            dice(shape(128, 64, ScaleKind::G64), &[0], 2),
+            options(pair, CodecChoice::Auto),
+        ),
+        (
+            "triple-segments",
+            dice(shape(4096, 2, ScaleKind::Row), &[2], 1),
+            options(triple, CodecChoice::Rans),
+        ),
+        (
+            "raw",
+            dice(shape(64, 64, ScaleKind::Row), &[5], 1),
+            options(pair, CodecChoice::Raw),
+        ),
+    ]
+}
+
+fn set(b: &mut [u8], at: usize, bytes: &[u8]) {
+    b[at..at + bytes.len()].copy_from_slice(bytes);
+}
+
+/// The bad golden files, made from `pair-tiny`.
+fn golden_bad(good: &[u8]) -> Vec<(&'static str, Vec<u8>)> {
+    let index = u64_at(good, 64) as usize;
+    let record = u64_at(good, index) as usize;
+    let field =
+        |at: usize| u32::from_le_bytes(good[record + at..][..4].try_into().unwrap()) as usize;
+    let (stream, offsets, scales) = (record + field(16), record + field(24), record + field(28));
+    let make = |signed: bool, change: &dyn Fn(&mut Vec<u8>)| {
+        let mut b = good.to_vec();
+        change(&mut b);
+        if signed {
+            sign(&mut b);
+        }
+        b
+    };
+    vec![
+        ("bad-magic.ansx", make(false, &|b| b[4] = 10)),
+        ("bad-version.ansx", make(true, &|b| b[8] = 9)),
+        ("bad-reserved.ansx", make(true, &|b| b[100] = 1)),
+        ("bad-digest.ansx", make(false, &|b| b[index + 17] ^= 1)),
+        ("bad-fingerprint.ansx", make(true, &|b| b[192] ^= 1)),
+        (
+            "bad-table-sum.ansx",
+            make(true, &|b| b[256 + 16 + 100] += 1),
+        ),
+        ("bad-index.ansx", make(true, &|b| b[index] += 16)),
+        ("bad-cut.ansx", make(false, &|b| b.truncate(b.len() - 700))),
+        ("bad-checksum.ansx", make(false, &|b| b[stream + 500] ^= 4)),
+        ("bad-codec.ansx", make(true, &|b| b[record] = 7)),
+        (
+            "bad-blocks.ansx",
+            make(true, &|b| set(b, record + 4, &[0; 4])),
+        ),
+        ("bad-rows.ansx", make(true, &|b| b[record + 8] ^= 1)),
+        ("bad-block-offset.ansx", make(true, &|b| b[offsets + 4] = 0)),
+        (
+            "bad-initial-state.ansx",
+            make(true, &|b| b[stream + 3] = 0x10),
+        ),
+        (
+            "bad-final-state.ansx",
+            make(true, &|b| b[stream + 400] ^= 4),
+        ),
+        (
+            "bad-scale.ansx",
+            make(true, &|b| set(b, scales, &0x7f80u16.to_le_bytes())),
+        ),
+        ("bad-padding.ansx", make(true, &|b| b[offsets + 4 * 2] = 1)),
+    ]
+}
+
+fn raw_of(source: &Memory) -> Vec<u8> {
+    let matrices = source.experts.iter().flatten();
+    matrices
+        .flat_map(|m| {
+            let scales = m.scales.iter().flat_map(|s| s.to_le_bytes());
+            m.packed.iter().copied().chain(scales).collect::<Vec<u8>>()
+        })
+        .collect()
+}
+
+/// The files in `tests/golden` are what this version writes, reads and says.
+///
+/// `ANSATZ_WRITE_GOLDEN=1` writes them anew: only for a new version of the format.
+#[test]
+fn golden_files() {
+    let write = std::env::var_os("ANSATZ_WRITE_GOLDEN").is_some();
+    let dir = tempfile::tempdir().unwrap();
+    for (name, source, o) in golden_sources() {
+        let path = dir.path().join(name);
+        pack(&source, &o, &path, |_| (), || false).unwrap();
+        let bytes = std::fs::read(&path).unwrap();
+        let file = golden().join(format!("{name}.ansx"));
+        if write {
+            std::fs::write(&file, &bytes).unwrap();
+            std::fs::write(file.with_extension("raw"), raw_of(&source)).unwrap();
+        }
+        assert!(
+            std::fs::read(&file).unwrap() == bytes,
+            "{name} packs to other bytes"
+        );
+        assert!(std::fs::read(file.with_extension("raw")).unwrap() == raw_of(&source));
+        verified(&source, &file);
+    }
+    let good = std::fs::read(golden().join("pair-tiny.ansx")).unwrap();
+    let mut messages = String::new();
+    for (name, bytes) in golden_bad(&good) {
+        let file = golden().join(name);
+        if write {
+            std::fs::write(&file, &bytes).unwrap();
+        }
+        assert!(std::fs::read(&file).unwrap() == bytes, "{name}");
+        let message = judge(&dir.path().join(name), &bytes).expect_err(name);
+        let message = message.split_once(": ").unwrap().1;
+        messages.push_str(&format!("{name}: {message}\n"));
+    }
+    let list = golden().join("bad.txt");
+    if write {
+        std::fs::write(&list, &messages).unwrap();
+    }
+    let expected = std::fs::read_to_string(&list).unwrap();
+    for (found, expected) in messages.lines().zip(expected.lines()) {
+        assert_eq!(found, expected);
+    }
+    assert_eq!(messages.lines().count(), expected.lines().count());
+}
