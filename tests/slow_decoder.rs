@@ -2,7 +2,7 @@
 //! library, is slow, panics at whatever the page says a reader must refuse, and judges the golden
 //! files.
 
-use std::path::{Path, PathBuf};
+const GOLDEN: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/golden");
 
 /// A little-endian number.
 fn num(b: &[u8], at: usize, size: usize) -> usize {
@@ -24,11 +24,8 @@ fn hash(b: &[u8]) -> Vec<u8> {
     blake3::hash(b).as_bytes().to_vec()
 }
 
-/// Section 2, tables.
-struct Table {
-    triples: bool,
-    f: Vec<usize>,
-}
+/// Section 2, tables: whether over triples, and the frequencies.
+type Table = (bool, Vec<usize>);
 
 /// Section 2. What comes out: for each expert its three matrices' packed bytes and scales.
 fn decode_archive(b: &[u8]) -> Vec<Vec<u8>> {
@@ -57,8 +54,7 @@ fn decode_archive(b: &[u8]) -> Vec<Vec<u8>> {
         zero(b, at + 8, at + 16);
         let f: Vec<usize> = (0..n).map(|s| num(b, at + 16 + s, 1)).collect();
         assert_eq!(f.iter().sum::<usize>(), sum, "sum of frequencies");
-        let triples = b[at] == 1;
-        table.push(Table { triples, f });
+        table.push((b[at] == 1, f));
         at += 16 + n;
     }
     assert_eq!(num(b, 56, 8), at, "offset of layers");
@@ -150,7 +146,7 @@ fn decode_record(
             out.extend(stream);
         } else {
             let table = tables[m / 2].expect("a table");
-            assert_eq!(table.triples, codec == 2, "symbols");
+            assert_eq!(table.0, codec == 2, "symbols");
             out.extend(decode_matrix(stream, &offsets, blocks, rows, cols, table));
         }
         at = skip(b, at + len, 16);
@@ -188,7 +184,7 @@ fn decode_matrix(
     blocks: usize,
     rows: usize,
     cols: usize,
-    Table { triples, f }: &Table,
+    (triples, f): &Table,
 ) -> Vec<u8> {
     let (seg_cols, fold) = segment(cols);
     let segs = cols / seg_cols;
@@ -203,13 +199,7 @@ fn decode_matrix(
     for job in 0..blocks * segs {
         let (block, seg) = (job / segs, job % segs);
         let b = &stream[offsets[job]..offsets[job + 1]];
-        let word = |i| {
-            if 4 * i < b.len() {
-                num(b, 4 * i, 4) as u64
-            } else {
-                0
-            }
-        };
+        let word = |i: usize| b.get(4 * i..4 * i + 4).map_or(0, |w| num(w, 0, 4) as u64);
         let mut x: Vec<u64> = (0..32).map(word).collect();
         let mut window: Vec<u64> = (0..32).map(|l| word(32 + l) << 32 | word(64 + l)).collect();
         let mut c = [0u32; 32];
@@ -253,15 +243,9 @@ fn decode_matrix(
     pairs.map(|n| n[0] | n[1] << 4).collect()
 }
 
-fn golden(name: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR"))
-        .join("../tests/golden")
-        .join(name)
-}
-
 #[test]
 fn good_files_decode_to_what_is_beside_them() {
-    let names = [
+    let good = [
         "pair-tiny",
         "pair-row",
         "triple-row",
@@ -269,20 +253,20 @@ fn good_files_decode_to_what_is_beside_them() {
         "triple-segments",
         "raw",
     ];
-    for name in names {
-        let raw = std::fs::read(golden(&format!("{name}.raw"))).unwrap();
-        let b = std::fs::read(golden(&format!("{name}.ansx"))).unwrap();
+    for name in good {
+        let raw = std::fs::read(format!("{GOLDEN}/{name}.raw")).unwrap();
+        let b = std::fs::read(format!("{GOLDEN}/{name}.ansx")).unwrap();
         assert!(decode_archive(&b).concat() == raw, "{name}");
     }
 }
 
 #[test]
 fn bad_files_are_refused() {
-    let list = std::fs::read_to_string(golden("bad.txt")).unwrap();
+    let list = std::fs::read_to_string(format!("{GOLDEN}/bad.txt")).unwrap();
     assert!(list.lines().count() > 10);
     for line in list.lines() {
         let name = line.split(": ").next().unwrap();
-        let b = std::fs::read(golden(name)).unwrap();
+        let b = std::fs::read(format!("{GOLDEN}/{name}")).unwrap();
         assert!(
             std::panic::catch_unwind(|| decode_archive(&b)).is_err(),
             "{name}"
@@ -292,19 +276,15 @@ fn bad_files_are_refused() {
 
 #[test]
 fn the_page_s_example() {
-    let page = std::fs::read_to_string(golden("../../docs/format.md")).unwrap();
+    let page = std::fs::read_to_string(format!("{GOLDEN}/../../docs/format.md")).unwrap();
     let hex = page
         .split("```")
         .find_map(|s| s.strip_prefix("hex"))
         .unwrap();
-    let digits: Vec<u8> = hex
-        .chars()
-        .filter_map(|d| d.to_digit(16))
-        .map(|d| d as u8)
-        .collect();
-    let stream: Vec<u8> = digits.chunks(2).map(|d| d[0] << 4 | d[1]).collect();
-    let (triples, f) = (false, vec![16; 256]);
-    let out = decode_matrix(&stream, &[0, 384], 1, 2, 64, &Table { triples, f });
+    let digits: Vec<u32> = hex.chars().filter_map(|d| d.to_digit(16)).collect();
+    let stream: Vec<u8> = digits.chunks(2).map(|d| (d[0] * 16 + d[1]) as u8).collect();
+    let table = (false, vec![16; 256]);
+    let out = decode_matrix(&stream, &[0, 384], 1, 2, 64, &table);
     let expected: Vec<u8> = (0..32).chain((0xe0..=0xff).rev()).collect();
     assert_eq!(out, expected);
 }
