@@ -29,7 +29,14 @@ fn tiny() -> &'static Path {
 fn add_archive(dir: &Path) {
     let experts = SafetensorsExperts::open(dir).unwrap();
     let options = PackOptions::default();
-    pack(&experts, &options, &dir.join("experts.ansx"), |_| ()).unwrap();
+    pack(
+        &experts,
+        &options,
+        &dir.join("experts.ansx"),
+        |_| (),
+        || false,
+    )
+    .unwrap();
 }
 
 fn host(args: &[&str]) -> Command {

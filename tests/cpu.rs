@@ -623,7 +623,7 @@ fn coded(cpu: &Cpu) {
                 codec: CodecChoice::Rans,
                 ..PackOptions::default()
             };
-            pack(&source, &options, &path, |_| ()).unwrap();
+            pack(&source, &options, &path, |_| (), || false).unwrap();
             let archive = Archive::open(&path).unwrap();
             for tokens in [1, 7] {
                 let x = rng.f32s(tokens * hidden);

@@ -91,7 +91,7 @@ fn decode_archive(b: &[u8]) -> Vec<Vec<u8>> {
         let entry = index + 48 * i;
         assert_eq!(num(b, entry, 8), next, "offset of a record");
         let len = num(b, entry + 8, 8);
-        assert!(len % 16 == 0 && len >= 96, "length of a record");
+        assert!(len.is_multiple_of(16) && len >= 96, "length of a record");
         let record = &b[next..next + len];
         assert_eq!(b[entry + 16..entry + 32], hash(record)[..16], "checksum");
         next = skip(b, next + len, align);
@@ -171,7 +171,7 @@ fn decode_record(
 /// Section 4, geometry: columns of a segment and of a fold.
 fn segment(cols: usize) -> (usize, usize) {
     let mut fold = 2048;
-    while cols % fold != 0 {
+    while !cols.is_multiple_of(fold) {
         fold /= 2;
     }
     (if cols <= 2048 { cols } else { fold }, fold)

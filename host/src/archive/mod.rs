@@ -10,6 +10,7 @@
 
 mod error;
 mod format;
+mod inspect;
 mod pack;
 mod source;
 mod verify;
@@ -29,6 +30,7 @@ use crate::expert::{ExpertShape, MatrixKind, RawMatrix};
 
 pub use error::{ArchiveError, Invalid, Place};
 pub use format::{CLASSES, Digest, Header, class, fingerprint};
+pub use inspect::{Inspection, LayerInfo, MatrixInfo, TableInfo, inspect};
 pub use pack::{ClassSummary, CodecChoice, PackOptions, Summary, SymbolChoice, pack};
 pub use source::{ExpertSource, SafetensorsExperts};
 pub use verify::{Verified, verify};

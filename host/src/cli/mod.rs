@@ -6,7 +6,10 @@
 mod convert;
 mod eval;
 mod generate;
+mod inspect;
+mod pack;
 pub mod ui;
+mod verify;
 
 use std::io::{self, ErrorKind};
 use std::process::ExitCode;
@@ -28,6 +31,12 @@ enum Command {
     Eval(eval::EvalArgs),
     /// Make a model directory from a Hugging Face checkpoint
     Convert(convert::ConvertArgs),
+    /// Make an archive of a model's experts, entropy-coded
+    Pack(pack::PackArgs),
+    /// Decode every record of an archive and check it
+    Verify(verify::VerifyArgs),
+    /// What is in an archive: header, tables, ratios beside their entropy
+    Inspect(inspect::InspectArgs),
 }
 
 /// Parses the command line and runs it.
@@ -46,6 +55,9 @@ pub fn main() -> ExitCode {
         Command::Generate(args) => generate::run(args),
         Command::Eval(args) => eval::run(args),
         Command::Convert(args) => convert::run(args),
+        Command::Pack(args) => pack::run(args),
+        Command::Verify(args) => verify::run(args),
+        Command::Inspect(args) => inspect::run(args),
     };
     match done {
         Ok(()) => ExitCode::SUCCESS,

@@ -10,7 +10,7 @@ pub(crate) mod weights;
 pub use config::Config;
 pub use error::ModelError;
 pub use forward::{CHUNK, Session, Wanted};
-pub use weights::{Model, Placement, Source, hex};
+pub use weights::{Model, Placement, Source, check_archive, hex};
 
 /// Where a model is that nobody named: `$ANSATZ_MODEL`; else the repository's, where the program
 /// was built; else `../models/sotu-row` beside the program. `None` if neither is a directory.

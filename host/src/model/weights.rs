@@ -109,8 +109,9 @@ fn records(archive: &Archive, l: usize) -> Result<(LayerRecords<'_>, Vec<Record<
     Ok((layer, records))
 }
 
-/// Refuses an archive whose experts are not this model's.
-fn check_archive(archive: &Archive, dir: &Path, config: &Config) -> Result<(), ModelError> {
+/// Refuses an archive whose experts are not this model's. Whether the model has a fingerprint that
+/// says so to the bit.
+pub fn check_archive(archive: &Archive, dir: &Path, config: &Config) -> Result<bool, ModelError> {
     let wrong = |field: &str, expected: String, found: String| {
         Err(ModelError::field(
             archive.path(),
@@ -139,7 +140,7 @@ fn check_archive(archive: &Archive, dir: &Path, config: &Config) -> Result<(), M
     let found = hex(archive.fingerprint());
     match dense.metadata(FINGERPRINT_KEY) {
         Some(want) if want != found => wrong("fingerprint", want.into(), found),
-        _ => Ok(()),
+        stamp => Ok(stamp.is_some()),
     }
 }
 

@@ -1,0 +1,77 @@
+//! `host verify`.
+
+use std::path::PathBuf;
+use std::time::Instant;
+
+use clap::Args;
+use serde_json::json;
+
+use super::pack::Count;
+use super::ui;
+use crate::archive::{Archive, SafetensorsExperts, verify};
+use crate::model::check_archive;
+use crate::model::config::Config;
+use crate::model::directory::EXPERTS_FILE;
+
+#[derive(Args)]
+pub struct VerifyArgs {
+    /// Archive
+    #[arg(value_name = "FILE")]
+    file: PathBuf,
+    /// Model directory to compare with: its experts.safetensors, or the fingerprint in its
+    /// dense.safetensors
+    #[arg(short, long, value_name = "MODEL_DIR")]
+    model: Option<PathBuf>,
+    /// Print one JSON object
+    #[arg(long)]
+    json: bool,
+}
+
+pub fn run(args: VerifyArgs) -> anyhow::Result<()> {
+    let start = Instant::now();
+    let archive = Archive::open(&args.file)?;
+    let mut compared = "nothing else";
+    let mut experts = None;
+    if let Some(dir) = &args.model {
+        if dir.join(EXPERTS_FILE).exists() {
+            experts = Some(SafetensorsExperts::open(dir)?);
+            compared = "the model's raw experts";
+        } else {
+            let stamped = check_archive(&archive, dir, &Config::read(dir)?)?;
+            anyhow::ensure!(
+                stamped,
+                "{}: it has neither {EXPERTS_FILE} nor a fingerprint to compare with; \
+                 make it with `host convert`",
+                dir.display()
+            );
+            compared = "the model's fingerprint";
+        }
+    }
+    let count = Count::new(
+        "verifying records",
+        archive.layers().len() * archive.experts(),
+    );
+    let verified = verify(&archive, experts.as_ref(), |n| count.add(n));
+    count.finish();
+    let v = verified?;
+    let seconds = start.elapsed().as_secs_f64();
+    if args.json {
+        let text = json!({
+            "records": v.records,
+            "file_bytes": v.file_bytes,
+            "raw_bytes": v.raw_bytes,
+            "compared_with": compared,
+            "seconds": seconds,
+        });
+        return Ok(ui::out(&format!("{text}\n"))?);
+    }
+    eprintln!(
+        "{}: {} records, {:.2} MB, whole; compared with their own digests and {compared}; \
+         {:.2} GB/s of raw experts",
+        args.file.display(),
+        v.records,
+        v.file_bytes as f64 / 1e6,
+        v.raw_bytes as f64 / 1e9 / seconds
+    );
+    Ok(())
+}
