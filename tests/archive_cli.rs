@@ -1,0 +1,238 @@
+//! `host pack`, `verify` and `inspect` as a user runs them, and what damage does to `generate`.
+
+mod support;
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
+
+use assert_cmd::Command;
+use host::expert::ScaleKind;
+use predicates::prelude::*;
+use predicates::str::{contains, is_empty};
+use serde_json::Value;
+
+/// A model directory without an archive, made once.
+fn model() -> &'static Path {
+    static DIR: OnceLock<(tempfile::TempDir, PathBuf)> = OnceLock::new();
+    let (_, dir) = DIR.get_or_init(|| {
+        let made = support::converted("tiny-dsa", ScaleKind::Row).unwrap();
+        let dir = made.path().join("model");
+        (made, dir)
+    });
+    dir
+}
+
+fn host(args: &[&dyn AsRef<std::ffi::OsStr>]) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_host"));
+    command.args(args);
+    command
+}
+
+fn packed(to: &Path) -> Vec<u8> {
+    host(&[&"pack", &"-m", &model(), &"-o", &to])
+        .assert()
+        .success()
+        .stdout(is_empty())
+        .stderr(contains("ratio"));
+    fs::read(to).unwrap()
+}
+
+/// A failure that one line explains, with nothing on stdout.
+fn fails(mut command: Command, what: &str) {
+    command
+        .assert()
+        .code(1)
+        .stdout(is_empty())
+        .stderr(contains(what).and(predicate::function(|s: &str| s.lines().count() == 1)));
+}
+
+#[test]
+fn pack_verify_inspect() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("a.ansx");
+    packed(&file);
+    host(&[&"verify", &file, &"-m", &model()])
+        .assert()
+        .success()
+        .stdout(is_empty())
+        .stderr(contains("the model's raw experts"));
+
+    let run = |args: &[&dyn AsRef<std::ffi::OsStr>]| -> Value {
+        let out = host(args).assert().success().get_output().stdout.clone();
+        serde_json::from_slice(&out).unwrap()
+    };
+    let json = run(&[&"inspect", &file, &"--json"]);
+    assert_eq!(json["version"], 0);
+    assert_eq!(json["file_bytes"], fs::metadata(&file).unwrap().len());
+    for layer in json["layers"].as_array().unwrap() {
+        for m in layer["matrices"].as_array().unwrap() {
+            assert!(m["bound"].as_f64().unwrap() > 0.5);
+            assert!(m["ratio"].as_f64().unwrap() <= 1.0);
+            assert_eq!(m["scale_ratio"], 0.5);
+        }
+    }
+    host(&[&"inspect", &file])
+        .assert()
+        .success()
+        .stdout(contains("entropy").and(contains("gate_proj")));
+    let json = run(&[&"verify", &file, &"--json"]);
+    assert!(json["records"].as_u64().unwrap() > 0);
+
+    let other = dir.path().join("b.ansx");
+    let json = run(&[
+        &"pack",
+        &"-m",
+        &model(),
+        &"-o",
+        &other,
+        &"--codec",
+        &"rans",
+        &"--symbols",
+        &"triple",
+        &"--json",
+    ]);
+    assert_eq!(json["symbols"], "triple");
+    assert_eq!(json["file_bytes"], fs::metadata(&other).unwrap().len());
+    host(&[&"verify", &other, &"-m", &model()])
+        .assert()
+        .success();
+    // The fingerprint stands for the raw experts where those are gone.
+    let bare = dir.path().join("bare");
+    fs::create_dir(&bare).unwrap();
+    for name in ["config.json", "dense.safetensors"] {
+        fs::copy(model().join(name), bare.join(name)).unwrap();
+    }
+    host(&[&"verify", &other, &"-m", &bare])
+        .assert()
+        .success()
+        .stderr(contains("the model's fingerprint"));
+}
+
+#[test]
+fn damage_is_exit_code_1_and_names_its_place() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("a.ansx");
+    let good = packed(&file);
+    let bad = dir.path().join("bad.ansx");
+    let verify = |bytes: &[u8], what: &str| {
+        fs::write(&bad, bytes).unwrap();
+        fails(host(&[&"verify", &bad]), what);
+    };
+    for at in [0, 9, 17, 60, 200, 240, 300] {
+        let mut b = good.clone();
+        b[at] ^= 1;
+        verify(&b, "bad.ansx: ");
+    }
+    let mut b = good.clone();
+    let last = b.len() - 100;
+    b[last] ^= 128;
+    verify(&b, ": checksum: expected");
+    verify(&good[..good.len() - 1], "record of layer ");
+    verify(
+        &good[..100],
+        "header: length: expected 256 bytes, found 100 bytes",
+    );
+    verify(&[], "header: ");
+    fails(
+        host(&[&"inspect", &dir.path().join("none.ansx")]),
+        "cannot open",
+    );
+    host(&[&"verify"]).assert().code(2);
+    host(&[&"pack", &"-m", &model(), &"--codec", &"zip"])
+        .assert()
+        .code(2);
+}
+
+#[test]
+fn generate_refuses_a_damaged_record() {
+    let dir = tempfile::tempdir().unwrap();
+    for name in [
+        "config.json",
+        "dense.safetensors",
+        "generation_config.json",
+        "tokenizer.json",
+    ] {
+        let from = model().join(name);
+        if from.exists() {
+            fs::copy(from, dir.path().join(name)).unwrap();
+        }
+    }
+    let file = dir.path().join("experts.ansx");
+    let good = packed(&file);
+    let run = |tier: &str| {
+        host(&[
+            &"generate",
+            &"-m",
+            &dir.path(),
+            &"--prompt-ids",
+            &"5,6,7",
+            &"-n",
+            &"1",
+            &"--device",
+            &"cpu",
+            &"--tier",
+            &tier,
+            &"--ignore-eos",
+        ])
+    };
+    run("ans").assert().success();
+    for (len, at, what) in [
+        (good.len(), good.len() / 2, ": checksum: "),
+        (good.len() - 300, 1000, "record of layer "),
+    ] {
+        let mut b = good[..len].to_vec();
+        if len == good.len() {
+            b[at] ^= 8;
+        }
+        fs::write(&file, &b).unwrap();
+        for tier in ["ans", "raw"] {
+            run(tier)
+                .assert()
+                .code(1)
+                .stdout(is_empty())
+                .stderr(contains("experts.ansx: record of layer ").and(contains(what)));
+        }
+    }
+}
+
+#[test]
+fn what_cannot_be_packed_leaves_nothing_behind() {
+    let dir = tempfile::tempdir().unwrap();
+    let out = dir.path().join("a.ansx");
+    fails(
+        host(&[&"pack", &"-m", &dir.path(), &"-o", &out]),
+        "config.json: cannot read",
+    );
+    fs::copy(model().join("config.json"), dir.path().join("config.json")).unwrap();
+    fails(
+        host(&[&"pack", &"-m", &dir.path(), &"-o", &out]),
+        "experts.safetensors: cannot open",
+    );
+    // Cut in the middle of the data.
+    let raw = fs::read(model().join("experts.safetensors")).unwrap();
+    fs::write(
+        dir.path().join("experts.safetensors"),
+        &raw[..raw.len() / 2],
+    )
+    .unwrap();
+    fails(
+        host(&[&"pack", &"-m", &dir.path(), &"-o", &out]),
+        "host convert",
+    );
+    // A config that asks for other sizes.
+    fs::write(dir.path().join("experts.safetensors"), &raw).unwrap();
+    let config = fs::read_to_string(model().join("config.json")).unwrap();
+    let mut config: Value = serde_json::from_str(&config).unwrap();
+    config["hidden_size"] = 64.into();
+    fs::write(dir.path().join("config.json"), config.to_string()).unwrap();
+    fails(
+        host(&[&"pack", &"-m", &dir.path(), &"-o", &out]),
+        "it does not belong to this config.json",
+    );
+    let left: Vec<_> = fs::read_dir(dir.path())
+        .unwrap()
+        .map(|e| e.unwrap().file_name())
+        .collect();
+    assert_eq!(left.len(), 2, "{left:?}");
+}
