@@ -321,7 +321,11 @@ fn offsets_are_checked() {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(64))]
+    #![proptest_config(ProptestConfig {
+        cases: 64,
+        failure_persistence: None,
+        ..ProptestConfig::default()
+    })]
 
     /// Any bytes for a stream: no panic, no endless loop, all arms of one mind.
     #[test]

@@ -165,8 +165,10 @@ fn byte_counts(packed: &[u8]) -> [u64; 256] {
 }
 
 /// Counts how often a packed `[rows, cols]` matrix has each symbol, adding to `counts`
-/// ([`Symbol::alphabet`] of them). A triple that reaches past the last row counts with zero
-/// nibbles there only if it has no row group before it to learn from.
+/// ([`Symbol::alphabet`] of them).
+///
+/// Of symbols that reach past the last row only some nibbles matter, and the encoder chooses the
+/// rest; they count only where no symbol so far begins with those nibbles, so that one can be coded.
 pub fn count_symbols(symbol: Symbol, packed: &[u8], rows: usize, cols: usize, counts: &mut [u64]) {
     assert_eq!(packed.len(), rows * cols / 2);
     assert_eq!(counts.len(), symbol.alphabet());
