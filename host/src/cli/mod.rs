@@ -3,7 +3,9 @@
 //! Results go to stdout and nothing else does; 0 is success, 1 a failure that one line on stderr
 //! explains, 2 wrong usage (clap's).
 
+mod bench;
 mod convert;
+mod doctor;
 mod eval;
 mod generate;
 mod inspect;
@@ -37,6 +39,10 @@ enum Command {
     Verify(verify::VerifyArgs),
     /// What is in an archive: header, tables, ratios beside their entropy
     Inspect(inspect::InspectArgs),
+    /// What this machine has to run on, and what is missing
+    Doctor(doctor::DoctorArgs),
+    /// Time kernels
+    Bench(bench::BenchArgs),
 }
 
 /// Parses the command line and runs it.
@@ -58,6 +64,8 @@ pub fn main() -> ExitCode {
         Command::Pack(args) => pack::run(args),
         Command::Verify(args) => verify::run(args),
         Command::Inspect(args) => inspect::run(args),
+        Command::Doctor(args) => doctor::run(args),
+        Command::Bench(args) => bench::run(args),
     };
     match done {
         Ok(()) => ExitCode::SUCCESS,

@@ -200,18 +200,6 @@ impl Experts {
         self.bytes.len() + 4 * self.scales.len()
     }
 
-    /// Bytes that one use of expert `e` reads: streams or nibbles, and scales.
-    pub fn read_bytes(&self, e: usize) -> usize {
-        let matrix = |m: &Matrix| {
-            let nibbles = m
-                .coded
-                .as_ref()
-                .map_or(m.bytes.len(), |(m, _)| m.stream.len() + m.offsets.len());
-            nibbles + 4 * m.scales.len()
-        };
-        self.experts[e].iter().map(matrix).sum()
-    }
-
     fn matrix(&self, expert: usize, kind: MatrixKind) -> Result<Source<'_>, CpuError> {
         let m = &self.experts[expert][kind as usize];
         let bytes = &self.bytes[m.bytes.clone()];
@@ -525,4 +513,63 @@ pub(super) fn forward(
         },
     );
     Ok(())
+}
+
+/// Quantised inputs of both halves of an expert FFN, to time its matrices alone.
+pub struct Prepared {
+    slots: Slots,
+    inputs: Vec<Activation>,
+    hidden: Vec<Activation>,
+}
+
+impl Prepared {
+    /// `x` `[tokens, hidden]`, `h` `[tokens * top_k, intermediate]`, `ids` `[tokens, top_k]`.
+    pub(super) fn new(
+        level: Level,
+        experts: &Experts,
+        x: &[f32],
+        h: &[f32],
+        ids: &[u32],
+        top_k: usize,
+    ) -> Self {
+        let quantise = |rows: &[f32], cols: usize| -> Vec<Activation> {
+            rows.chunks_exact(cols)
+                .map(|x| {
+                    let mut out = Activation::default();
+                    int4::quantise(level, x, &mut out);
+                    out
+                })
+                .collect()
+        };
+        Self {
+            slots: Slots::new(ids, top_k, experts.len()),
+            inputs: quantise(x, experts.shape.hidden),
+            hidden: quantise(h, experts.shape.intermediate),
+        }
+    }
+
+    /// Multiplies with gate and up, or with down; the products are dropped.
+    pub(super) fn multiply(
+        &self,
+        level: Level,
+        experts: &Experts,
+        down: bool,
+    ) -> Result<(), CpuError> {
+        let slots = &self.slots;
+        let products = if down {
+            let hidden: Vec<&Activation> = self.hidden.iter().collect();
+            multiply(level, experts, slots, &[MatrixKind::Down], &hidden)?
+        } else {
+            let inputs: Vec<&Activation> = slots.token.iter().map(|t| &self.inputs[*t]).collect();
+            multiply(
+                level,
+                experts,
+                slots,
+                &[MatrixKind::Gate, MatrixKind::Up],
+                &inputs,
+            )?
+        };
+        std::hint::black_box(products);
+        Ok(())
+    }
 }

@@ -8,7 +8,7 @@ mod dense;
 mod experts;
 mod int4;
 
-pub use experts::Experts;
+pub use experts::{Experts, Prepared};
 
 use super::{Attend, Backend, Index, LayerExperts, LoadExperts, Mla, Router, Rows, RowsMut};
 use crate::expert::{ExpertShape, Form};
@@ -92,6 +92,29 @@ impl Cpu {
     /// The arm in use.
     pub fn arm(&self) -> Arm {
         self.level.arm()
+    }
+
+    /// Inputs for [`Cpu::multiply`]: `x` `[tokens, hidden]`, `h` `[tokens * top_k, intermediate]`,
+    /// `ids` `[tokens, top_k]`.
+    pub fn prepare(
+        &self,
+        experts: &Experts,
+        x: &[f32],
+        h: &[f32],
+        ids: &[u32],
+        top_k: usize,
+    ) -> Prepared {
+        Prepared::new(self.level, experts, x, h, ids, top_k)
+    }
+
+    /// The products of gate and up, or of down, alone: what `host bench kernels` times.
+    pub fn multiply(
+        &self,
+        experts: &Experts,
+        prepared: &Prepared,
+        down: bool,
+    ) -> Result<(), CpuError> {
+        prepared.multiply(self.level, experts, down)
     }
 }
 

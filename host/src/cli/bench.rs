@@ -1,0 +1,195 @@
+//! `host bench`.
+
+use clap::{Args, Subcommand, ValueEnum};
+use gpu::layout::{Folds, Symbol};
+
+use super::ui;
+use crate::backend::cpu::Cpu;
+use crate::bench::{Case, HEADING, Measurement, Settings, Timed, Weights, measure};
+use crate::expert::{ExpertShape, ScaleKind};
+use crate::simd::Arm;
+
+#[derive(Args)]
+pub struct BenchArgs {
+    #[command(subcommand)]
+    what: What,
+}
+
+#[derive(Subcommand)]
+enum What {
+    /// Experts' matrices: raw, unfused, fused; checked, then timed
+    Kernels(KernelsArgs),
+}
+
+#[derive(Args)]
+struct KernelsArgs {
+    /// Where; auto: a GPU if there is one, else an error that says so
+    #[arg(long, value_enum, default_value = "auto")]
+    device: DeviceArg,
+    /// Arms of the CPU to time [default: the fastest]
+    #[arg(long, value_delimiter = ',', value_name = "ARM")]
+    arm: Vec<Arm>,
+    /// Experts' geometry: glm (6144,2048), glm-flash (2048,1536), or H,I; may be repeated
+    #[arg(long, default_value = "glm", value_parser = shape)]
+    shape: Vec<(usize, usize)>,
+    /// Active experts, each of which gets every token
+    #[arg(long, value_delimiter = ',', default_value = "8", value_parser = count)]
+    experts: Vec<usize>,
+    /// Tokens
+    #[arg(long, value_delimiter = ',', default_value = "1", value_parser = count)]
+    tokens: Vec<usize>,
+    /// Weight scales
+    #[arg(long, value_enum, value_delimiter = ',', default_value = "row")]
+    scales: Vec<ScalesArg>,
+    /// Symbols of the coded forms [default: the smaller]
+    #[arg(long, value_enum)]
+    symbols: Option<SymbolsArg>,
+    /// Timed runs of each stage; the median counts
+    #[arg(long, default_value_t = 21, value_parser = count)]
+    runs: usize,
+    /// Seed of weights and activations
+    #[arg(long, default_value_t = 1)]
+    seed: u64,
+    /// Print one JSON array instead of the table
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum DeviceArg {
+    Auto,
+    Cpu,
+    Cuda,
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+enum ScalesArg {
+    Row,
+    G64,
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+enum SymbolsArg {
+    Pair,
+    Triple,
+}
+
+fn count(s: &str) -> Result<usize, String> {
+    match s.parse() {
+        Ok(n) if (1..=1 << 16).contains(&n) => Ok(n),
+        _ => Err("expected a number from 1 to 65536".into()),
+    }
+}
+
+fn shape(s: &str) -> Result<(usize, usize), String> {
+    let dims = match s {
+        "glm" => (6144, 2048),
+        "glm-flash" => (2048, 1536),
+        _ => s
+            .split_once(',')
+            .and_then(|(h, i)| Some((h.parse().ok()?, i.parse().ok()?)))
+            .ok_or("expected glm, glm-flash or H,I")?,
+    };
+    match (Folds::new(dims.0), Folds::new(dims.1)) {
+        (Some(_), Some(_)) => Ok(dims),
+        _ => Err("expected multiples of 64 from 64 to 8192".into()),
+    }
+}
+
+/// Runs every case on one back end.
+fn cases<B: Timed>(
+    backends: &[B],
+    args: &KernelsArgs,
+    print: &mut impl FnMut(Measurement) -> anyhow::Result<()>,
+) -> anyhow::Result<()> {
+    let settings = Settings {
+        runs: args.runs,
+        symbol: args.symbols.map(|s| match s {
+            SymbolsArg::Pair => Symbol::Pair,
+            SymbolsArg::Triple => Symbol::Triple,
+        }),
+        seed: args.seed,
+        cache_bytes: None,
+    };
+    for (hidden, intermediate) in &args.shape {
+        for scales in &args.scales {
+            let shape = ExpertShape {
+                hidden: *hidden,
+                intermediate: *intermediate,
+                scales: match scales {
+                    ScalesArg::Row => ScaleKind::Row,
+                    ScalesArg::G64 => ScaleKind::G64,
+                },
+            };
+            let weights = Weights::new(shape, &settings)?;
+            for b in backends {
+                for experts in &args.experts {
+                    for tokens in &args.tokens {
+                        let case = Case {
+                            shape,
+                            experts: *experts,
+                            tokens: *tokens,
+                        };
+                        let mut printed = Ok(());
+                        measure(b, &case, &weights, &settings, |m| {
+                            if printed.is_ok() {
+                                printed = print(m);
+                            }
+                        })?;
+                        printed?;
+                    }
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+pub fn run(args: BenchArgs) -> anyhow::Result<()> {
+    let What::Kernels(args) = args.what;
+    if args.device != DeviceArg::Cpu && !args.arm.is_empty() {
+        anyhow::bail!("--arm is for --device cpu");
+    }
+    let mut all = Vec::new();
+    let mut device = String::new();
+    let json = args.json;
+    let mut print = |m: Measurement| -> anyhow::Result<()> {
+        if json {
+            all.push(m);
+            return Ok(());
+        }
+        if device != m.device {
+            device.clone_from(&m.device);
+            ui::out(&format!("{device}\n{HEADING}\n"))?;
+        }
+        ui::out(&format!("{m}\n"))?;
+        Ok(())
+    };
+    if args.device == DeviceArg::Cpu {
+        let arms = if args.arm.is_empty() {
+            vec![Cpu::new()?]
+        } else {
+            args.arm
+                .iter()
+                .map(|arm| Cpu::with_arm(*arm))
+                .collect::<Result<_, _>>()?
+        };
+        cases(&arms, &args, &mut print)?;
+    } else {
+        cuda(&args, &mut print)?;
+    }
+    if json {
+        ui::out(&format!("{}\n", serde_json::to_string(&all)?))?;
+    }
+    Ok(())
+}
+
+fn cuda(
+    _args: &KernelsArgs,
+    _print: &mut impl FnMut(Measurement) -> anyhow::Result<()>,
+) -> anyhow::Result<()> {
+    const ELSE: &str = "; --device cpu times the CPU";
+    let driver = cuda_loader::load().map_err(|e| anyhow::anyhow!("{e}{ELSE}"))?;
+    driver.init().map_err(|e| anyhow::anyhow!("{e}{ELSE}"))?;
+    anyhow::bail!("this build has no CUDA back end{ELSE}")
+}

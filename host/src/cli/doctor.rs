@@ -1,0 +1,358 @@
+//! `host doctor`: what there is to run on, what is missing, and its remedy.
+
+use std::path::PathBuf;
+
+use clap::Args;
+use serde::Serialize;
+
+use super::ui;
+use crate::backend::cpu::Cpu;
+use crate::model::{Config, Source, default_directory};
+use crate::simd::Arm;
+use crate::tokenizer::Tokenizer;
+
+#[derive(Args)]
+pub struct DoctorArgs {
+    /// Model directory to look at [default: the one that `generate` takes]
+    #[arg(short, long, value_name = "DIR")]
+    model: Option<PathBuf>,
+    /// Print one JSON object
+    #[arg(long)]
+    json: bool,
+}
+
+/// What was found.
+#[derive(Serialize)]
+struct Findings {
+    version: &'static str,
+    cpu: CpuFindings,
+    driver: Option<DriverFindings>,
+    devices: Vec<DeviceFindings>,
+    /// Hash of the sources that the PTX in this program was made from.
+    ptx_sources: &'static str,
+    /// rustc that can make PTX; only a developer needs one.
+    nvptx_compiler: Option<String>,
+    model: Option<ModelFindings>,
+    problems: Vec<Problem>,
+    /// Whether `host generate` runs, at least on the CPU.
+    ok: bool,
+}
+
+#[derive(Serialize)]
+struct CpuFindings {
+    name: Option<String>,
+    threads: usize,
+    /// Those that arms use, of what the processor has.
+    features: Vec<&'static str>,
+    arms: Vec<&'static str>,
+    /// Arm that is used; none where `ANSATZ_CPU` names what there is not.
+    arm: Option<&'static str>,
+    memory_free_bytes: Option<u64>,
+}
+
+#[derive(Serialize)]
+struct DriverFindings {
+    library: PathBuf,
+    cuda: String,
+    /// Functions that it lacks.
+    missing: &'static [&'static str],
+}
+
+#[derive(Serialize)]
+struct DeviceFindings {
+    ordinal: u32,
+    name: String,
+    compute_capability: String,
+    /// Target of the PTX that it would run.
+    ptx: &'static str,
+    memory_bytes: u64,
+    /// After the kernels were loaded; none if they could not be.
+    memory_free_bytes: Option<u64>,
+}
+
+#[derive(Serialize)]
+struct ModelFindings {
+    directory: PathBuf,
+    layers: usize,
+    /// `raw` or `ans`.
+    tier: &'static str,
+    /// Whether text can go in and out; token ids always can.
+    tokenizer: bool,
+}
+
+#[derive(Serialize)]
+struct Problem {
+    what: String,
+    remedy: String,
+    /// Whether `host generate` does not run because of it.
+    fatal: bool,
+}
+
+/// Features that the arms look for.
+fn features() -> Vec<&'static str> {
+    let mut found = Vec::new();
+    #[cfg(target_arch = "x86_64")]
+    {
+        macro_rules! look {
+            ($($name:tt)*) => {
+                $(if std::is_x86_feature_detected!($name) { found.push($name); })*
+            };
+        }
+        look!("sse2" "avx" "avx2" "fma" "f16c" "bmi1" "bmi2" "lzcnt" "popcnt" "avx512f" "avx512bw"
+              "avx512dq" "avx512vl" "avx512vnni" "avx512vbmi");
+    }
+    found
+}
+
+/// The value of a key in a file of `key: value` lines.
+fn field(file: &str, key: &str) -> Option<String> {
+    let text = std::fs::read_to_string(file).ok()?;
+    text.lines().find_map(|line| {
+        let (k, value) = line.split_once(':')?;
+        (k.trim() == key).then(|| value.trim().to_owned())
+    })
+}
+
+fn memory_free() -> Option<u64> {
+    let value = field("/proc/meminfo", "MemAvailable")?;
+    Some(1024 * value.strip_suffix("kB")?.trim().parse::<u64>().ok()?)
+}
+
+impl Findings {
+    fn look(model: Option<PathBuf>) -> Self {
+        let mut problems = Vec::new();
+        let cpu = look_at_cpu(&mut problems);
+        let driver = look_at_driver(&mut problems);
+        let devices = match &driver {
+            Some(_) => look_at_devices(&mut problems),
+            None => Vec::new(),
+        };
+        let nvptx_compiler = cuda_builder::Compiler::find()
+            .ok()
+            .map(|c| format!("{} ({})", c.rustc().display(), c.version()));
+        let model = look_at_model(model, &mut problems);
+        Self {
+            version: env!("CARGO_PKG_VERSION"),
+            cpu,
+            driver,
+            devices,
+            ptx_sources: env!("ANSATZ_PTX_SOURCES"),
+            nvptx_compiler,
+            model,
+            ok: !problems.iter().any(|p| p.fatal),
+            problems,
+        }
+    }
+}
+
+fn look_at_cpu(problems: &mut Vec<Problem>) -> CpuFindings {
+    let arm = match Cpu::new() {
+        Ok(cpu) => Some(cpu.arm()),
+        Err(e) => {
+            problems.push(Problem {
+                what: e.to_string(),
+                remedy: "unset ANSATZ_CPU, or set it to an arm that is listed".into(),
+                fatal: true,
+            });
+            None
+        }
+    };
+    if arm == Some(Arm::Baseline) && cfg!(target_arch = "x86_64") {
+        problems.push(Problem {
+            what: "the CPU's plain arm is in use: right, and slow".into(),
+            remedy: "a processor with AVX2 and FMA, or unset ANSATZ_CPU".into(),
+            fatal: false,
+        });
+    }
+    CpuFindings {
+        name: field("/proc/cpuinfo", "model name"),
+        threads: rayon::current_num_threads(),
+        features: features(),
+        arms: Arm::ALL
+            .into_iter()
+            .filter(|arm| arm.supported())
+            .map(Arm::name)
+            .collect(),
+        arm: arm.map(Arm::name),
+        memory_free_bytes: memory_free(),
+    }
+}
+
+fn look_at_driver(problems: &mut Vec<Problem>) -> Option<DriverFindings> {
+    let driver = match cuda_loader::load() {
+        Ok(driver) => driver,
+        Err(e) => {
+            problems.push(Problem {
+                what: e.to_string(),
+                remedy:
+                    "only --device cuda needs it: with an NVIDIA GPU install its driver, 470 or \
+                         later"
+                        .into(),
+                fatal: false,
+            });
+            return None;
+        }
+    };
+    if let Err(e) = driver.init() {
+        problems.push(Problem {
+            what: format!("the NVIDIA driver does not start: {e}"),
+            remedy: "see whether `nvidia-smi` works; after an update of the driver restart the \
+                     machine"
+                .into(),
+            fatal: false,
+        });
+    }
+    let (major, minor) = driver.version();
+    Some(DriverFindings {
+        library: driver.library().to_owned(),
+        cuda: format!("{major}.{minor}"),
+        missing: driver.missing(),
+    })
+}
+
+fn look_at_model(given: Option<PathBuf>, problems: &mut Vec<Problem>) -> Option<ModelFindings> {
+    let Some(directory) = given.or_else(default_directory) else {
+        problems.push(Problem {
+            what: "no model".into(),
+            remedy: "give one with -m DIR or set ANSATZ_MODEL; `host convert` makes one".into(),
+            fatal: true,
+        });
+        return None;
+    };
+    let look = || -> anyhow::Result<ModelFindings> {
+        let config = Config::read(&directory)?;
+        let source = Source::open(&directory, &config, None)?;
+        let tokenizer = Tokenizer::read(&directory, &config)?.is_some();
+        Ok(ModelFindings {
+            layers: config.layers.len(),
+            tier: match source.tier() {
+                crate::expert::Tier::Raw => "raw",
+                crate::expert::Tier::Ans => "ans",
+            },
+            tokenizer,
+            directory: directory.clone(),
+        })
+    };
+    let found = look();
+    if let Ok(ModelFindings {
+        tokenizer: false, ..
+    }) = found
+    {
+        problems.push(Problem {
+            what: "the model has no tokenizer.json".into(),
+            remedy: "give token ids (--prompt-ids), or add the file".into(),
+            fatal: false,
+        });
+    }
+    found
+        .inspect_err(|e| {
+            problems.push(Problem {
+                what: format!("the model in {} does not load: {e:#}", directory.display()),
+                remedy: "convert it again, or name another with -m DIR".into(),
+                fatal: true,
+            });
+        })
+        .ok()
+}
+
+fn gib(bytes: u64) -> String {
+    format!("{:.1} GiB", bytes as f64 / (1u64 << 30) as f64)
+}
+
+impl std::fmt::Display for Findings {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let missing = || "not found".to_owned();
+        writeln!(f, "host      {}", self.version)?;
+        let c = &self.cpu;
+        writeln!(
+            f,
+            "CPU       {}, {} threads, {} free",
+            c.name.as_deref().unwrap_or("unknown"),
+            c.threads,
+            c.memory_free_bytes.map_or_else(|| "unknown".into(), gib)
+        )?;
+        writeln!(f, "  features {}", c.features.join(" "))?;
+        writeln!(
+            f,
+            "  arm      {} (of {})",
+            c.arm.unwrap_or("none"),
+            c.arms.join(", ")
+        )?;
+        match &self.driver {
+            None => writeln!(f, "driver    {}", missing())?,
+            Some(d) => {
+                let lacks = match d.missing {
+                    [] => String::new(),
+                    names => format!(", without {}", names.join(", ")),
+                };
+                writeln!(
+                    f,
+                    "driver    CUDA {} ({}){lacks}",
+                    d.cuda,
+                    d.library.display()
+                )?;
+            }
+        }
+        if self.devices.is_empty() {
+            writeln!(f, "devices   none")?;
+        }
+        for d in &self.devices {
+            writeln!(
+                f,
+                "cuda:{}    {}, compute capability {}, PTX {}, {} of {} free",
+                d.ordinal,
+                d.name,
+                d.compute_capability,
+                d.ptx,
+                d.memory_free_bytes.map_or_else(|| "unknown".into(), gib),
+                gib(d.memory_bytes)
+            )?;
+        }
+        writeln!(f, "PTX       sm_80, sm_90, of sources {}", self.ptx_sources)?;
+        writeln!(
+            f,
+            "nvptx64   {}",
+            self.nvptx_compiler.clone().unwrap_or_else(|| {
+                "no compiler found (only developers of kernels need one)".into()
+            })
+        )?;
+        match &self.model {
+            None => writeln!(f, "model     {}", missing())?,
+            Some(m) => writeln!(
+                f,
+                "model     {}, {} layers, experts {}",
+                m.directory.display(),
+                m.layers,
+                m.tier
+            )?,
+        }
+        for p in &self.problems {
+            let kind = if p.fatal { "problem" } else { "note" };
+            writeln!(f, "{kind}: {}; {}", p.what, p.remedy)?;
+        }
+        let verdict = match (self.ok, self.devices.is_empty()) {
+            (false, _) => "`host generate` cannot run",
+            (true, true) => "`host generate` runs on the CPU",
+            (true, false) => "`host generate` runs on the GPU and on the CPU",
+        };
+        writeln!(f, "{verdict}")
+    }
+}
+
+pub fn run(args: DoctorArgs) -> anyhow::Result<()> {
+    let findings = Findings::look(args.model);
+    if args.json {
+        ui::out(&format!("{}\n", serde_json::to_string(&findings)?))?;
+    } else {
+        ui::out(&findings.to_string())?;
+    }
+    match findings.problems.iter().find(|p| p.fatal) {
+        None => Ok(()),
+        Some(p) => Err(anyhow::anyhow!("{}; {}", p.what, p.remedy)),
+    }
+}
+
+fn look_at_devices(problems: &mut Vec<Problem>) -> Vec<DeviceFindings> {
+    let _ = problems;
+    Vec::new()
+}
