@@ -248,8 +248,6 @@ pub struct Weights {
     raw: Distinct,
     archive: Archive,
     seed: u64,
-    // Holds the archive's file.
-    _folder: tempfile::TempDir,
 }
 
 impl Weights {
@@ -271,13 +269,10 @@ impl Weights {
                 .map_or(SymbolChoice::Auto, SymbolChoice::Always),
             ..PackOptions::default()
         };
-        pack(&raw, &options, &path, |_| ())?;
-        Ok(Self {
-            raw,
-            archive: Archive::open(&path)?,
-            seed,
-            _folder: folder,
-        })
+        pack(&raw, &options, &path, |_| (), || false)?;
+        // The file has no name any more once the folder is dropped; its mapping stays.
+        let archive = Archive::open(&path)?;
+        Ok(Self { raw, archive, seed })
     }
 
     /// `n` experts for a back end.
