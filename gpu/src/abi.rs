@@ -83,7 +83,7 @@ pub struct ExpertArgs {
     /// `decode_rans_*` writes. `matmul_raw*` takes coded matrices from here; empty: passes over them.
     pub scratch: Slice,
     /// `u32` `[count, segs, slots, rows]`: partial results, i32 dot products or, where `grouped`,
-    /// f32 bits of the segment's scaled sum (without the activation scale).
+    /// f32 bits of the segment's scaled sum (without the activation scale). At most 2^32 - 1 words.
     pub out: Slice,
     /// `u32` `[1]`: incremented for each job whose final states show a corrupt stream; may be empty.
     pub faults: Slice,

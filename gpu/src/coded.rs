@@ -79,8 +79,11 @@ pub trait Code {
     fn multiply(x: u32, packed: u32, sums: &mut [i32; 3]);
     /// Row sums of what [`Self::multiply`] has added up.
     fn rows(sums: [i32; 3]) -> [i32; 3];
-    /// A group's packed bytes, row by row, in the low bytes of each.
-    fn bytes(first: u32, second: u32) -> [u32; 3];
+    /// [`Self::multiply`] of a group's two table entries.
+    #[inline(always)]
+    fn multiply_entries(x: u32, first: u32, second: u32, sums: &mut [i32; 3]) {
+        Self::multiply(x, Self::pack(first, second), sums);
+    }
 }
 
 /// rANS over pairs: a group is two rows by two columns.
@@ -112,10 +115,11 @@ impl Code for Pair {
     fn rows(sums: [i32; 3]) -> [i32; 3] {
         sums
     }
+    /// Nibbles are in bytes 2 and 3 of the entries.
     #[inline(always)]
-    fn bytes(first: u32, second: u32) -> [u32; 3] {
-        let byte = |e: u32| e >> 16 & 15 | e >> 20 & 0xf0;
-        [byte(first), byte(second), 0]
+    fn multiply_entries(x: u32, first: u32, second: u32, sums: &mut [i32; 3]) {
+        sums[0] = dp2a_hi_s32_u32(x, first, sums[0]);
+        sums[1] = dp2a_hi_s32_u32(x, second, sums[1]);
     }
 }
 
@@ -150,14 +154,6 @@ impl Code for Triple {
     #[inline(always)]
     fn rows(sums: [i32; 3]) -> [i32; 3] {
         [sums[0], sums[1].wrapping_sub(sums[0]) >> 4, sums[2]]
-    }
-    #[inline(always)]
-    fn bytes(first: u32, second: u32) -> [u32; 3] {
-        [
-            first >> 16 & 15 | second >> 12 & 0xf0,
-            first >> 20 & 15 | second >> 16 & 0xf0,
-            first >> 24 & 15 | second >> 20 & 0xf0,
-        ]
     }
 }
 

@@ -105,10 +105,15 @@ pub struct Fold {
 }
 
 impl Fold {
-    /// For lanes that own `lane_cols` (at most 64) neighbouring columns of a fold of `fold`.
+    /// Of the lanes of a segment.
     #[inline(always)]
     pub(crate) fn new(args: &ExpertArgs, seg: u32, lane: u32) -> Self {
-        let groups = args.fold / GROUP as u32;
+        Self::with_groups(args, seg, lane, args.fold / GROUP as u32)
+    }
+
+    /// The same where the number of groups of a fold is known to the compiler.
+    #[inline(always)]
+    pub(crate) fn with_groups(args: &ExpertArgs, seg: u32, lane: u32, groups: u32) -> Self {
         let cluster = div_rem(LANES as u32, groups).0;
         Self {
             cluster,
@@ -165,13 +170,14 @@ pub(crate) fn scale_at(desc: &MatrixDesc, index: u32) -> f32 {
     }
 }
 
-/// Where the partial results of a slot's rows go, for a matrix and segment.
+/// Stores the partial result of a row of a slot, for a matrix and segment.
+///
+/// By a 32-bit index, which takes fewer registers than the address of a slot's rows.
 #[inline(always)]
-pub(crate) fn out_rows(args: &ExpertArgs, matrix: u32, seg: u32, slot: u32) -> GlobalMut<u32> {
-    let row = (u64::from(matrix * args.segs + seg) * u64::from(args.slots) + u64::from(slot))
-        * u64::from(args.rows);
-    // SAFETY: `out` holds `count * segs * slots` rows; each is written by one warp.
-    unsafe { GlobalMut::new(args.out.part::<u32>(row, u64::from(args.rows))) }
+pub(crate) fn store_out(args: &ExpertArgs, job: &Job, slot: u32, row: u32, value: u32) {
+    let index = ((job.matrix * args.segs + job.seg) * args.slots + slot) * args.rows + row;
+    // SAFETY: `out` holds `count * segs * slots * rows` words; each is written by one lane.
+    unsafe { GlobalMut::<u32>::new(args.out) }.store(index, value);
 }
 
 /// Scales of the lane's group in the rows of a row group that starts at `row`.
@@ -211,7 +217,7 @@ pub(crate) fn store_group<C: Code>(
         _ => values[2],
     };
     if lane < C::HEIGHT && row + lane < args.rows {
-        out_rows(args, job.matrix, job.seg, slot).store(row + lane, value);
+        store_out(args, job, slot, row + lane, value);
     }
 }
 

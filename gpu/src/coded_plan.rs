@@ -72,7 +72,13 @@ pub fn matmul_rans(
         table_bytes(symbol),
         matmul_rans::warp_bytes(folds.pairs() as u32),
     );
-    let warps = warps(limits, symbol, head, warp, matmul_rans::THREADS / 32)?;
+    let warps = warps(
+        limits,
+        symbol,
+        head,
+        warp,
+        matmul_rans::threads(symbol) / 32,
+    )?;
     Ok(rans_launch(limits, head, warp, warps, jobs))
 }
 
@@ -201,7 +207,7 @@ mod tests {
         assert!(decode_rans(&RTX_5090, Symbol::Triple, 100).is_err());
         assert!(matmul_rans_shared(&RTX_5090, Symbol::Triple, &folds, 2, 100).is_err());
         let launch = matmul_rans(&RTX_5090, Symbol::Pair, &folds, 10_000).unwrap();
-        assert_eq!((launch.grid[0], launch.threads), (170, 640));
+        assert_eq!((launch.grid[0], launch.threads), (170, 512));
     }
 
     #[test]

@@ -5,11 +5,14 @@
 //!
 //! Departures:
 //! 1. Jobs, table and streams as in `matmul_rans_*`.
-//! 2. A lane's neighbouring columns are stored 32, 16 or 8 at a time where a fold gives it as many,
+//! 2. Two nibbles of a row become a byte, and two bytes a half word, by the multiplication of
+//!    `matmul_rans_*` with the weights 1, 16, 256 and 4096.
+//! 3. A lane's neighbouring columns are stored 32, 16 or 8 at a time where a fold gives it as many,
 //!    else byte by byte.
 //!
 //! Shared memory: table, then the ring of each warp.
 
+use cuda_std::intrinsics::mad_lo;
 use cuda_std::mem::GlobalMut;
 use cuda_std::shared::Shared;
 use cuda_std::{kernel, thread, warp};
@@ -88,6 +91,17 @@ unsafe fn decode<C: Code>(args: &ExpertArgs) {
     }
 }
 
+/// Four columns of each row of a group, packed.
+#[inline(always)]
+fn half<C: Code>(decoder: &mut Decoder<C>) -> [u32; 3] {
+    let mut sums = [0i32; 3];
+    let (first, second) = decoder.group();
+    C::multiply_entries(0x0010_0001, first, second, &mut sums);
+    let (first, second) = decoder.group();
+    C::multiply_entries(0x1000_0100, first, second, &mut sums);
+    C::rows(sums).map(|s| s as u32)
+}
+
 /// Row groups `t..end`, W words of 8 columns at a time.
 #[inline(always)]
 fn rows<C: Code, const W: usize>(
@@ -109,12 +123,10 @@ fn rows<C: Code, const W: usize>(
                 let mut packed = [[0u32; 4]; 3];
                 unroll!(I in [0 1 2 3] {
                     if I < W {
-                        unroll!(G in [0 1 2 3] {
-                            let (a, b) = decoder.group();
-                            let bytes = C::bytes(a, b);
-                            packed[0][I] |= bytes[0] << (8 * G);
-                            packed[1][I] |= bytes[1] << (8 * G);
-                            packed[2][I] |= bytes[2] << (8 * G);
+                        let low = half::<C>(decoder);
+                        let high = half::<C>(decoder);
+                        unroll!(R in [0 1 2] {
+                            packed[R][I] = mad_lo(high[R], 1 << 16, low[R]);
                         });
                         if I % 2 == 1 || W == 1 {
                             decoder.refill();
@@ -159,8 +171,10 @@ fn rows_by_byte<C: Code>(
             let first = (seg * args.rounds + round) * (args.fold / 2) + warp::lane_id() * per_round;
             let mut pair = 0;
             while pair < per_round {
-                let (a, b) = decoder.group();
-                let bytes = C::bytes(a, b);
+                let (first_entry, second_entry) = decoder.group();
+                let mut sums = [0i32; 3];
+                C::multiply_entries(0x0010_0001, first_entry, second_entry, &mut sums);
+                let bytes = C::rows(sums);
                 unroll!(R in [0 1 2] {
                     let row = t * C::HEIGHT + R as u32;
                     if R < C::HEIGHT as usize && row < args.rows {

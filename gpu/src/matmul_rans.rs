@@ -33,10 +33,16 @@ use crate::coded_jobs::{
     Fold, Job, active_count, fault, group_scales, input_row, job, lane_gsum, lane_word, row_groups,
     store_group,
 };
-use crate::layout::LANES;
+use crate::layout::{LANES, Symbol};
 
 /// Most threads of a block.
-pub const THREADS: u32 = 768;
+pub const fn threads(symbol: Symbol) -> u32 {
+    match symbol {
+        // 99 KB of shared memory have room for 640, at which ptxas spills for sm_120.
+        Symbol::Pair => 512,
+        Symbol::Triple => 768,
+    }
+}
 
 /// Whether a lane's activations stay in registers for this number of column pairs.
 pub const fn in_registers(pairs: u32) -> bool {
@@ -57,7 +63,7 @@ pub const fn warp_bytes(pairs: u32) -> u32 {
 /// # Safety
 /// The arrays of `args` are as [`ExpertArgs`] says and live; dynamic shared memory is as the module
 /// says.
-#[kernel(threads = 768, min_blocks = 1)]
+#[kernel(threads = 512, min_blocks = 1)]
 pub unsafe fn matmul_rans_pair(args: ExpertArgs) {
     // SAFETY: the caller's promise.
     unsafe { matmul::<Pair>(&args) }
@@ -78,7 +84,6 @@ struct Work<'a> {
     args: &'a ExpertArgs,
     desc: &'a MatrixDesc,
     job: Job,
-    fold: Fold,
     /// Row scales: 8 times the sum of the segment's activations.
     offset: i32,
     /// Sums of activations of a group, of the token.
@@ -90,7 +95,6 @@ struct Work<'a> {
 #[inline(always)]
 unsafe fn matmul<C: Code>(args: &ExpertArgs) {
     let pairs = args.rounds * args.fold / (2 * LANES as u32);
-    let lane = warp::lane_id();
     let warp = warp::warp_id();
     let warps = thread::block_dim_x() / LANES as u32;
     let bytes = C::TABLE * 4 + warps * warp_bytes(pairs);
@@ -123,7 +127,6 @@ unsafe fn matmul<C: Code>(args: &ExpertArgs) {
             args,
             desc: &desc,
             job,
-            fold: Fold::new(args, job.seg, lane),
             offset: warp::reduce_add_i32(lane_gsum(args, gsum, job.seg)).wrapping_mul(8),
             gsum,
         };
@@ -138,26 +141,22 @@ unsafe fn matmul<C: Code>(args: &ExpertArgs) {
 }
 
 impl Work<'_> {
-    /// Scales of the lane's group in the rows of a group.
-    #[inline(always)]
-    fn scales<C: Code>(&self, row: u32, round: u32) -> [f32; 3] {
-        group_scales::<C>(self.args, self.desc, &self.fold, row, round)
-    }
-
-    /// Adds a round's scaled sums of the rows of a group to `totals`.
+    /// Adds a round's scaled sums of the rows of a group from `row` on to `totals`.
     #[inline(always)]
     fn fold_round<C: Code>(
         &self,
+        fold: &Fold,
+        row: u32,
         sums: [i32; 3],
-        scales: [f32; 3],
         round: u32,
         totals: &mut [f32; 3],
     ) {
-        let gsum = self.gsum.load_nc(self.fold.group(round));
+        let scales = group_scales::<C>(self.args, self.desc, fold, row, round);
+        let gsum = self.gsum.load_nc(fold.group(round));
         let sums = C::rows(sums);
         unroll!(I in [0 1 2] {
             if I < C::HEIGHT as usize {
-                let v = self.fold.reduce(sums[I], gsum, scales[I]);
+                let v = fold.reduce(sums[I], gsum, scales[I]);
                 totals[I] = if round == 0 { v } else { totals[I] + v };
             }
         });
@@ -210,23 +209,20 @@ fn rows_in_registers<C: Code, const P: usize>(
         let row = t * C::HEIGHT;
         let mut sums = [0i32; 3];
         let mut totals = [0f32; 3];
-        let mut scales = [0f32; 3];
         unroll!(Q in [0 1 2 3] {
             if 8 * Q < P {
-                // Rounds of 24 pairs are folded one by one, other rows at their end.
-                let starts = Q == 0 || P == 24;
-                let ends = 8 * Q + 8 == P || P == 24;
-                let round = if P == 24 { Q as u32 } else { 0 };
-                if starts && args.grouped != 0 {
-                    scales = work.scales::<C>(row, round);
-                }
                 unroll!(G in [0 1 2 3 4 5 6 7] {
                     let (first, second) = decoder.group();
-                    C::multiply(x[8 * Q + G], C::pack(first, second), &mut sums);
+                    C::multiply_entries(x[8 * Q + G], first, second, &mut sums);
                 });
                 decoder.refill();
-                if ends && args.grouped != 0 {
-                    work.fold_round::<C>(sums, scales, round, &mut totals);
+                // Rounds of 24 pairs are folded one by one, other rows at their end.
+                if args.grouped != 0 && (8 * Q + 8 == P || P == 24) {
+                    let round = if P == 24 { Q as u32 } else { 0 };
+                    // The fold's groups are constants here, which leaves nothing to keep for it.
+                    let groups = if P == 16 { 16 } else if P == 24 { 8 } else { 32 };
+                    let fold = Fold::with_groups(args, work.job.seg, lane, groups);
+                    work.fold_round::<C>(&fold, row, sums, round, &mut totals);
                     sums = [0; 3];
                 }
             }
@@ -264,6 +260,7 @@ fn rows_in_shared<C: Code>(
         }
         round += 1;
     }
+    let fold = Fold::new(args, work.job.seg, lane);
     // Each lane reads back what it stored itself.
     let (mut t, end) = row_groups::<C>(args, work.desc, work.job.block);
     while t < end {
@@ -284,7 +281,7 @@ fn rows_in_shared<C: Code>(
                 while i < check {
                     let x = shared.load(word);
                     let (first, second) = decoder.group();
-                    C::multiply(x, C::pack(first, second), &mut sums);
+                    C::multiply_entries(x, first, second, &mut sums);
                     word += LANES as u32;
                     i += 1;
                 }
@@ -292,8 +289,7 @@ fn rows_in_shared<C: Code>(
                 pair += check;
             }
             if args.grouped != 0 {
-                let scales = work.scales::<C>(row, round);
-                work.fold_round::<C>(sums, scales, round, &mut totals);
+                work.fold_round::<C>(&fold, row, sums, round, &mut totals);
                 sums = [0; 3];
             }
             round += 1;

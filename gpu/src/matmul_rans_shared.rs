@@ -30,7 +30,7 @@ use crate::coded_jobs::{
 use crate::layout::LANES;
 
 /// Most threads of a block.
-pub const THREADS: u32 = 512;
+pub const THREADS: u32 = 384;
 
 /// Tokens that are multiplied with the same loaded nibbles.
 const TOKENS: u32 = 4;
@@ -50,7 +50,7 @@ pub const fn token_bytes(pairs: u32) -> u32 {
 /// # Safety
 /// The arrays of `args` are as [`ExpertArgs`] says and live; dynamic shared memory is as the module
 /// says.
-#[kernel(threads = 512, min_blocks = 1)]
+#[kernel(threads = 384, min_blocks = 1)]
 pub unsafe fn matmul_rans_shared_pair(args: ExpertArgs) {
     // SAFETY: the caller's promise.
     unsafe { matmul::<Pair>(&args) }
@@ -60,7 +60,7 @@ pub unsafe fn matmul_rans_shared_pair(args: ExpertArgs) {
 ///
 /// # Safety
 /// As [`matmul_rans_shared_pair`].
-#[kernel(threads = 512, min_blocks = 1)]
+#[kernel(threads = 384, min_blocks = 1)]
 pub unsafe fn matmul_rans_shared_triple(args: ExpertArgs) {
     // SAFETY: the caller's promise.
     unsafe { matmul::<Triple>(&args) }

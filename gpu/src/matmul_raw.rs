@@ -23,14 +23,17 @@ use cuda_std::{kernel, thread, warp};
 pub use crate::abi::ExpertArgs;
 
 use crate::abi::{CODEC_RAW, MatrixDesc};
+use crate::arith::GROUP;
 use crate::coded::unroll;
-use crate::coded_jobs::{Fold, Job, active_count, input_row, job, lane_gsum, out_rows, scale_at};
+use crate::coded_jobs::{
+    Fold, Job, active_count, input_of, input_row, job, lane_gsum, scale_at, store_out,
+};
 use crate::layout::LANES;
 
 /// Threads of a block of `matmul_raw`.
 pub const THREADS: u32 = 256;
 /// Threads of a block of `matmul_raw_tokens`.
-pub const THREADS_TOKENS: u32 = 256;
+pub const THREADS_TOKENS: u32 = 128;
 
 /// Columns that a warp loads at a time, 16 bytes a lane.
 const CHUNK: u32 = 1024;
@@ -41,53 +44,54 @@ const CHUNK: u32 = 1024;
 /// The arrays of `args` are as [`ExpertArgs`] says and live.
 #[kernel(threads = 256, min_blocks = 3)]
 pub unsafe fn matmul_raw(args: ExpertArgs) {
-    for_jobs(&args, 1, 1, |job, desc, weights| match args.fold {
-        2048 => one_token::<2>(&args, job, desc, weights),
-        1024 => one_token::<1>(&args, job, desc, weights),
-        _ => narrow(&args, job, desc, weights),
-    });
+    // SAFETY: the caller's promise.
+    unsafe { matmul::<false>(&args) }
 }
 
 /// See the module; for experts with any number of tokens.
 ///
 /// # Safety
 /// The arrays of `args` are as [`ExpertArgs`] says and live.
-#[kernel(threads = 256, min_blocks = 2)]
+#[kernel(threads = 128, min_blocks = 2)]
 pub unsafe fn matmul_raw_tokens(args: ExpertArgs) {
-    for_jobs(&args, 1, u32::MAX, |job, desc, weights| match args.fold {
-        2048 => tokens::<2>(&args, job, desc, weights),
-        1024 => tokens::<1>(&args, job, desc, weights),
-        _ => narrow(&args, job, desc, weights),
-    });
+    // SAFETY: the caller's promise.
+    unsafe { matmul::<true>(&args) }
 }
 
-/// Calls `run` for the warp's jobs (their `block` counts `job_rows` rows) with the matrix' words.
+/// The warp's jobs; their `block` counts `job_rows` rows.
+///
+/// # Safety
+/// As the kernels'.
 #[inline(always)]
-fn for_jobs(
-    args: &ExpertArgs,
-    least: u32,
-    most: u32,
-    run: impl Fn(&Job, &MatrixDesc, Global<u32>),
-) {
+unsafe fn matmul<const SEVERAL: bool>(args: &ExpertArgs) {
     let warps = thread::block_dim_x() / LANES as u32;
     let jobs = active_count(args) * args.count * args.blocks * args.segs;
+    let most = if SEVERAL { u32::MAX } else { 1 };
     let mut number = warp::warp_id() * thread::grid_dim_x() + thread::block_idx_x();
     while number < jobs {
         let (job, desc) = job(args, number, args.blocks);
         number += warps * thread::grid_dim_x();
-        let covered = job.tokens >= least.max(args.min_tokens)
+        let covered = job.tokens >= args.min_tokens.max(1)
             && job.tokens <= most.min(args.max_tokens)
             && (desc.codec == CODEC_RAW || !args.scratch.is_empty());
-        if covered {
-            let words = u64::from(args.rows) * u64::from(args.cols / 8);
-            let packed = if desc.codec == CODEC_RAW {
-                desc.stream.part::<u32>(0, words)
-            } else {
-                let place = u64::from(job.active * args.count + job.matrix) * words;
-                args.scratch.part::<u32>(place, words)
-            };
-            // SAFETY: the matrix, which no kernel in flight writes.
-            run(&job, &desc, unsafe { Global::new(packed) });
+        if !covered {
+            continue;
+        }
+        let words = u64::from(args.rows) * u64::from(args.cols / 8);
+        let packed = if desc.codec == CODEC_RAW {
+            desc.stream.part::<u32>(0, words)
+        } else {
+            let place = u64::from(job.active * args.count + job.matrix) * words;
+            args.scratch.part::<u32>(place, words)
+        };
+        // SAFETY: the matrix, which no kernel in flight writes.
+        let weights = unsafe { Global::new(packed) };
+        match (args.fold, SEVERAL) {
+            (2048, false) => one_token::<2>(args, &job, &desc, weights),
+            (1024, false) => one_token::<1>(args, &job, &desc, weights),
+            (2048, true) => tokens::<2>(args, &job, &desc, weights),
+            (1024, true) => tokens::<1>(args, &job, &desc, weights),
+            _ => narrow(args, &job, &desc, weights),
         }
     }
 }
@@ -212,7 +216,7 @@ fn one_token<const N: usize>(
         row += 2;
     }
     if first + lane < end {
-        out_rows(args, job.matrix, job.seg, job.slot).store(first + lane, keep);
+        store_out(args, job, job.slot, first + lane, keep);
     }
 }
 
@@ -315,12 +319,11 @@ fn four_tokens<const N: usize>(
                 job.tokens - 1
             }
     };
-    let inputs = [
-        input_row(args, slot(0)),
-        input_row(args, slot(1)),
-        input_row(args, slot(2)),
-        input_row(args, slot(3)),
-    ];
+    // Rows of the whole array and not views of four: half the registers.
+    let inputs = [0, 1, 2, 3].map(|t| input_of(args, slot(t)));
+    // SAFETY: rows of these are read, which no kernel in flight writes.
+    let (xs, gsums) = unsafe { (Global::<u32>::new(args.x), Global::<i32>::new(args.gsum)) };
+    let gsum_of = |t: usize| gsums.at(u64::from(inputs[t] * (args.cols / GROUP as u32)));
     let mut sums = [[[0i32; 2]; 4]; 4];
     unroll!(K in [0 1] {
         if K < N {
@@ -328,7 +331,7 @@ fn four_tokens<const N: usize>(
             unroll!(I in [0 1 2 3] {
                 let mut x = [[0u32; 4]; 4];
                 unroll!(T in [0 1 2 3] {
-                    x[T] = inputs[T].0.load_v4_nc(start + 4 * I as u32);
+                    x[T] = xs.load_v4_nc(inputs[T] * (args.cols / 2) + start + 4 * I as u32);
                 });
                 unroll!(R in [0 1 2 3] {
                     let low = words[R][K][I] & 0x0f0f_0f0f;
@@ -348,7 +351,7 @@ fn four_tokens<const N: usize>(
     let mut keep = 0u32;
     if args.grouped == 0 {
         unroll!(T in [0 1 2 3] {
-            let offset = lane_gsum(args, inputs[T].1, job.seg).wrapping_mul(8);
+            let offset = lane_gsum(args, gsum_of(T), job.seg).wrapping_mul(8);
             unroll!(R in [0 1 2 3] {
                 let own = sums[R][T][0].wrapping_add(sums[R][T][1]).wrapping_sub(offset);
                 let sum = warp::reduce_add_i32(own) as u32;
@@ -370,7 +373,7 @@ fn four_tokens<const N: usize>(
                 let mut gsums = [0; 2];
                 unroll!(K in [0 1] {
                     if K < N {
-                        gsums[K] = inputs[T].1.load_nc(chunk_group::<N>(job, lane, K));
+                        gsums[K] = gsum_of(T).load_nc(chunk_group::<N>(job, lane, K));
                     }
                 });
                 let v = fold_chunks::<N>(sums[R][T], gsums, scales).to_bits();
@@ -383,7 +386,7 @@ fn four_tokens<const N: usize>(
     let (t, r) = (lane / 4, lane % 4);
     let (_, end) = rows_of(args, job);
     if lane < 16 && token + t < job.tokens && row + r < end {
-        out_rows(args, job.matrix, job.seg, job.slot + token + t).store(row + r, keep);
+        store_out(args, job, job.slot + token + t, row + r, keep);
     }
 }
 
@@ -488,6 +491,6 @@ fn narrow_four(
         }
     });
     if lane < 4 && token + lane < job.tokens {
-        out_rows(args, job.matrix, job.seg, job.slot + token + lane).store(row, keep);
+        store_out(args, job, job.slot + token + lane, row, keep);
     }
 }
