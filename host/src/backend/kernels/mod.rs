@@ -1,10 +1,16 @@
 //! The back end that launches the kernels of `gpu` on a [`Device`]: the emulator or CUDA.
 
+mod cuda;
 mod device;
 mod emulator;
+mod experts;
+mod ops;
 pub mod plan;
 mod table;
 
+pub use self::cuda::{CudaDevice, CudaEvent, CudaInfo, CudaMemory};
 pub use self::device::{ALIGNMENT, Device, DeviceError, DeviceLimits, DeviceMemory, Launch};
 pub use self::emulator::{EmulatedDevice, EmulatedMemory};
+pub use self::experts::Experts;
+pub use self::ops::{Buffer, KernelBackend, KernelError};
 pub use self::table::*;

@@ -49,7 +49,7 @@ macro_rules! kernels {
             pub struct $kernel;
 
             impl KernelFn for $kernel {
-                type Args = gpu::$module::$args;
+                type Args = $args;
                 const ID: KernelId = KernelId::$kernel;
                 unsafe fn call(args: Self::Args) {
                     // SAFETY: passed on to the caller.
@@ -59,6 +59,22 @@ macro_rules! kernels {
         )*
     };
 }
+
+use gpu::abi::ExpertArgs;
+use gpu::absorb::AbsorbArgs;
+use gpu::act::ActArgs;
+use gpu::add::AddArgs;
+use gpu::attention::AttentionArgs;
+use gpu::combine::CombineArgs;
+use gpu::embed::EmbedArgs;
+use gpu::group::GroupArgs;
+use gpu::index::IndexArgs;
+use gpu::linear::LinearArgs;
+use gpu::norm::NormArgs;
+use gpu::quantise::QuantiseArgs;
+use gpu::rope::RopeArgs;
+use gpu::route::RouteArgs;
+use gpu::silu::SiluMulArgs;
 
 kernels! {
     /// Rows of the embedding table.
@@ -95,6 +111,22 @@ kernels! {
     QuantiseRows = quantise::quantise_rows(QuantiseArgs);
     /// Gate and up to the input of down.
     ActQuantise = act::act_quantise(ActArgs);
+    /// Raw matrices of experts with one token.
+    MatmulRaw = matmul_raw::matmul_raw(ExpertArgs);
+    /// Raw matrices of experts with several tokens.
+    MatmulRawTokens = matmul_raw::matmul_raw_tokens(ExpertArgs);
+    /// Matrices coded in pairs, of experts with one token: decoded to registers.
+    MatmulRansPair = matmul_rans::matmul_rans_pair(ExpertArgs);
+    /// Matrices coded in triples, likewise.
+    MatmulRansTriple = matmul_rans::matmul_rans_triple(ExpertArgs);
+    /// Matrices coded in pairs, of experts with several tokens: decoded to shared memory.
+    MatmulRansSharedPair = matmul_rans_shared::matmul_rans_shared_pair(ExpertArgs);
+    /// Matrices coded in triples, likewise.
+    MatmulRansSharedTriple = matmul_rans_shared::matmul_rans_shared_triple(ExpertArgs);
+    /// Matrices coded in pairs to packed rows.
+    DecodeRansPair = decode_rans::decode_rans_pair(ExpertArgs);
+    /// Matrices coded in triples, likewise.
+    DecodeRansTriple = decode_rans::decode_rans_triple(ExpertArgs);
     /// The experts' weighted sum.
     Combine = combine::combine(CombineArgs);
     /// Residual addition.

@@ -1,0 +1,603 @@
+//! A layer's routed experts in device memory, and their part of the forward pass.
+//!
+//! Nothing comes back to the host within a layer: assignments are grouped on the device, and the
+//! matmuls read there how many experts are active.
+
+use cuda_std::mem::Slice;
+use gpu::abi::{self, ExpertArgs, MatrixDesc};
+use gpu::coded_plan::{self, DoesNotFit};
+use gpu::launch::Launch;
+use gpu::layout::{Folds, Symbol};
+
+use super::device::{ALIGNMENT, Device, DeviceMemory};
+use super::ops::{Buffer, KernelBackend, KernelError, Result, input, output, word};
+use super::plan;
+use super::table::*;
+use crate::backend::{Backend, LayerExperts, LoadExperts, Rows, RowsMut};
+use crate::codec::{Codec, ScaleFormat, Table};
+use crate::expert::{ExpertShape, Form, MatrixKind, ScaleKind};
+
+/// Bytes of scratch that unfused decoding fills before it multiplies, at most (but one expert).
+const DECODED: usize = 512 << 20;
+
+/// The matrices that one table and one launch cover: gate and up, or down.
+struct Class<M> {
+    /// First matrix of an expert.
+    first: usize,
+    /// Matrices of an expert.
+    count: usize,
+    rows: usize,
+    folds: Folds,
+    /// Whether any is stored raw.
+    raw: bool,
+    /// Whether any is coded, and how.
+    coded: Option<Coded<M>>,
+}
+
+struct Coded<M> {
+    symbol: Symbol,
+    table: Buffer<u32, M>,
+    /// Blocks of a matrix at most.
+    blocks: usize,
+}
+
+/// One layer's routed experts on a device.
+pub struct Experts<M> {
+    shape: ExpertShape,
+    experts: usize,
+    form: Form,
+    /// What `descs` points into.
+    _memory: Buffer<u8, M>,
+    descs: Buffer<MatrixDesc, M>,
+    classes: [Class<M>; 2],
+    bytes: usize,
+}
+
+impl<M> Experts<M> {
+    /// Experts.
+    pub fn len(&self) -> usize {
+        self.experts
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.experts == 0
+    }
+
+    /// Bytes that they take in device memory.
+    pub fn bytes(&self) -> usize {
+        self.bytes
+    }
+}
+
+/// Where parts of a layer go in its one allocation.
+#[derive(Default)]
+struct Places {
+    bytes: usize,
+}
+
+impl Places {
+    fn take(&mut self, bytes: usize) -> usize {
+        let at = self.bytes;
+        self.bytes = (at + bytes).next_multiple_of(ALIGNMENT);
+        at
+    }
+}
+
+fn class_of(kind: MatrixKind) -> usize {
+    (kind == MatrixKind::Down) as usize
+}
+
+impl<D: Device> KernelBackend<D> {
+    /// What is the same for raw and coded layers: classes without codecs.
+    fn classes(&self, shape: &ExpertShape) -> Result<[Class<D::Memory>; 2]> {
+        let class = |first: usize, count: usize, kind: MatrixKind| -> Result<_> {
+            let (rows, cols) = shape.dims(kind);
+            let folds = Folds::new(cols).ok_or(KernelError::Dimension {
+                what: "columns of experts",
+                found: cols,
+                expected: "a multiple of 64 from 64 to 8192",
+            })?;
+            Ok(Class {
+                first,
+                count,
+                rows,
+                folds,
+                raw: false,
+                coded: None,
+            })
+        };
+        Ok([
+            class(0, 2, MatrixKind::Gate)?,
+            class(2, 1, MatrixKind::Down)?,
+        ])
+    }
+
+    /// Refuses what a launch of the class would not fit.
+    fn check_fit(&self, class: &Class<D::Memory>, form: Form) -> Result<()> {
+        let Some(coded) = &class.coded else {
+            return Ok(());
+        };
+        let (limits, folds, symbol) = (self.device().limits(), &class.folds, coded.symbol);
+        let fit = match form {
+            Form::Fused => coded_plan::matmul_rans(limits, symbol, folds, 1)
+                .and_then(|_| coded_plan::matmul_rans_shared(limits, symbol, folds, 8, 1))
+                .map(|_| ()),
+            Form::Unfused => coded_plan::decode_rans(limits, symbol, 1).map(|_| ()),
+        };
+        fit.map_err(|e| self.does_not_fit(e))
+    }
+
+    fn does_not_fit(&self, source: DoesNotFit) -> KernelError {
+        KernelError::DoesNotFit {
+            device: self.device().describe(),
+            source,
+        }
+    }
+
+    fn load_raw(
+        &self,
+        layer: Vec<[crate::expert::RawMatrix<'_>; 3]>,
+        shape: ExpertShape,
+        form: Form,
+    ) -> Result<Experts<D::Memory>> {
+        let mut classes = self.classes(&shape)?;
+        let mut places = Places::default();
+        let mut at = Vec::with_capacity(layer.len());
+        for (expert, matrices) in layer.iter().enumerate() {
+            for kind in MatrixKind::ALL {
+                let (rows, cols) = shape.dims(kind);
+                let m = &matrices[kind as usize];
+                for (field, found, expected) in [
+                    ("packed bytes", m.packed.len(), rows * cols / 2),
+                    ("scales", m.scales.len(), shape.scales.count(rows, cols)),
+                ] {
+                    if found != expected {
+                        return Err(KernelError::Matrix {
+                            expert,
+                            matrix: kind.name(),
+                            field,
+                            found,
+                            expected,
+                        });
+                    }
+                }
+                at.push((places.take(m.packed.len()), places.take(4 * m.scales.len())));
+                classes[class_of(kind)].raw = true;
+            }
+        }
+        let memory = self.scratch::<u8>(places.bytes)?;
+        let base = memory.memory().address();
+        let mut descs = Vec::with_capacity(3 * layer.len());
+        for (m, (packed, scales)) in layer.iter().flatten().zip(at) {
+            let kind = MatrixKind::ALL[descs.len() % 3];
+            let (rows, cols) = shape.dims(kind);
+            self.device().upload(memory.memory(), packed, &m.packed)?;
+            let bytes = bytemuck::cast_slice(&m.scales);
+            self.device().upload(memory.memory(), scales, bytes)?;
+            descs.push(MatrixDesc {
+                stream: Slice::new(base + packed as u64, (m.packed.len() / 4) as u64),
+                blocks: Slice::EMPTY,
+                scales: Slice::new(base + scales as u64, m.scales.len() as u64),
+                codec: abi::CODEC_RAW,
+                scale_format: abi::SCALES_F32,
+                rows: word("rows", rows)?,
+                cols: word("columns", cols)?,
+                n_blocks: 0,
+                reserved: 0,
+            });
+        }
+        self.place(shape, form, memory, descs, classes)
+    }
+
+    fn place(
+        &self,
+        shape: ExpertShape,
+        form: Form,
+        memory: Buffer<u8, D::Memory>,
+        descs: Vec<MatrixDesc>,
+        classes: [Class<D::Memory>; 2],
+    ) -> Result<Experts<D::Memory>> {
+        for class in &classes {
+            self.check_fit(class, form)?;
+        }
+        let tables = classes.iter().filter_map(|c| c.coded.as_ref());
+        let tables: usize = tables.map(|c| 4 * c.table.len()).sum();
+        Ok(Experts {
+            shape,
+            experts: descs.len() / 3,
+            form,
+            bytes: memory.len() + size_of_val(&*descs) + tables,
+            _memory: memory,
+            descs: self.upload(&descs)?,
+            classes,
+        })
+    }
+
+    fn table(&self, table: &Table) -> Result<Coded<D::Memory>> {
+        Ok(Coded {
+            symbol: table.symbol(),
+            table: self.upload(table.entries())?,
+            blocks: 0,
+        })
+    }
+
+    /// [`Backend::experts`].
+    #[allow(clippy::too_many_arguments)]
+    pub(super) fn run_experts(
+        &self,
+        experts: &Experts<D::Memory>,
+        x: Rows<'_, Buffer<f32, D::Memory>>,
+        ids: &Buffer<u32, D::Memory>,
+        weights: &Buffer<f32, D::Memory>,
+        top_k: usize,
+        tokens: usize,
+        out: RowsMut<'_, Buffer<f32, D::Memory>>,
+    ) -> Result<()> {
+        let (hidden, intermediate) = (experts.shape.hidden, experts.shape.intermediate);
+        let [gate_up, down] = &experts.classes;
+        let x = input("experts: x", x, tokens, hidden)?;
+        let to = output("experts: out", &out, tokens, hidden)?;
+        ids.from("experts: ids", 0, tokens * top_k)?;
+        weights.from("experts: weights", 0, tokens * top_k)?;
+        let flags = match experts.shape.scales {
+            ScaleKind::Row => 0,
+            ScaleKind::G64 => gpu::act::GROUPED,
+        };
+        let partials = |class: &Class<_>| class.count * class.folds.segs() * class.rows;
+        let a_slot = 4 * (partials(gate_up) + partials(down)) + 3 * intermediate + 64;
+        let at_once = plan::tokens_at_once(tokens, top_k * a_slot + 3 * hidden);
+        for start in (0..tokens).step_by(at_once) {
+            let n = at_once.min(tokens - start);
+            let slots = n * top_k;
+            let (n32, slots32) = (word("tokens", n)?, word("slots", slots)?);
+            let k = word("experts a token", top_k)?;
+
+            let quantised = self.scratch::<u32>(n * hidden / 2)?;
+            let x_scales = self.scratch::<f32>(n)?;
+            let sums = self.scratch::<i32>(n * hidden / 64)?;
+            let args = gpu::quantise::QuantiseArgs {
+                x: x.skip(start).slice,
+                quantised: quantised.slice(),
+                scales: x_scales.slice(),
+                sums: sums.slice(),
+                x_stride: x.stride,
+                cols: word("columns", hidden)?,
+            };
+            let launch = Launch::new([n32, 1, 1], gpu::quantise::THREADS);
+            self.launch::<QuantiseRows>(launch, args)?;
+
+            let most = slots.min(experts.experts);
+            let groups = Groups {
+                active: self.scratch(4 * most)?,
+                n_active: self.scratch(1)?,
+                slot_token: self.scratch(slots)?,
+                slot_expert: self.scratch(slots)?,
+                slot_of: self.scratch(slots)?,
+                most,
+                tokens: n,
+                slots,
+            };
+            let args = gpu::group::GroupArgs {
+                ids: ids.from("experts: ids", start * top_k, slots)?,
+                active: groups.active.slice(),
+                n_active: groups.n_active.slice(),
+                slot_token: groups.slot_token.slice(),
+                slot_expert: groups.slot_expert.slice(),
+                slot_of: groups.slot_of.slice(),
+                tokens: n32,
+                k,
+                experts: word("experts", experts.experts)?,
+                reserved: 0,
+            };
+            let launch = Launch::new([1, 1, 1], gpu::group::THREADS)
+                .shared(gpu::group::shared_bytes(args.experts));
+            self.launch::<GroupExperts>(launch, args)?;
+
+            let inner = self.scratch::<u32>(slots * partials(gate_up))?;
+            let operands = Operands {
+                x: quantised.slice(),
+                gsum: sums.slice(),
+                row_map: groups.slot_token.slice(),
+                out: inner.slice(),
+            };
+            self.matmuls(experts, gate_up, &groups, operands)?;
+
+            let h = self.scratch::<u32>(slots * intermediate / 2)?;
+            let h_scales = self.scratch::<f32>(slots)?;
+            let h_sums = self.scratch::<i32>(slots * intermediate / 64)?;
+            let args = gpu::act::ActArgs {
+                descs: experts.descs.slice(),
+                partials: inner.slice(),
+                slot_token: groups.slot_token.slice(),
+                slot_expert: groups.slot_expert.slice(),
+                x_scales: x_scales.slice(),
+                quantised: h.slice(),
+                scales: h_scales.slice(),
+                sums: h_sums.slice(),
+                rows: word("rows", intermediate)?,
+                segs: word("segments", gate_up.folds.segs())?,
+                slots: slots32,
+                flags,
+            };
+            let launch = Launch::new([slots32, 1, 1], gpu::act::THREADS).shared(4 * args.rows);
+            self.launch::<ActQuantise>(launch, args)?;
+
+            let outer = self.scratch::<u32>(slots * partials(down))?;
+            let operands = Operands {
+                x: h.slice(),
+                gsum: h_sums.slice(),
+                row_map: Slice::EMPTY,
+                out: outer.slice(),
+            };
+            self.matmuls(experts, down, &groups, operands)?;
+
+            let args = gpu::combine::CombineArgs {
+                descs: experts.descs.slice(),
+                partials: outer.slice(),
+                slot_expert: groups.slot_expert.slice(),
+                slot_of: groups.slot_of.slice(),
+                scales: h_scales.slice(),
+                weights: weights.from("experts: weights", start * top_k, slots)?,
+                out: to.skip(start).slice,
+                out_stride: to.stride,
+                rows: word("rows", hidden)?,
+                segs: word("segments", down.folds.segs())?,
+                slots: slots32,
+                k,
+                flags,
+            };
+            let threads = gpu::combine::THREADS;
+            let grid = [args.rows.div_ceil(threads), n32, 1];
+            self.launch::<Combine>(Launch::new(grid, threads), args)?;
+        }
+        Ok(())
+    }
+
+    /// Partial sums of a class of the active experts' matrices.
+    fn matmuls(
+        &self,
+        experts: &Experts<D::Memory>,
+        class: &Class<D::Memory>,
+        groups: &Groups<D::Memory>,
+        operands: Operands,
+    ) -> Result<()> {
+        if groups.most == 0 {
+            return Ok(());
+        }
+        let args = ExpertArgs {
+            descs: experts.descs.slice(),
+            active: groups.active.slice(),
+            n_active: groups.n_active.slice(),
+            x: operands.x,
+            gsum: operands.gsum,
+            row_map: operands.row_map,
+            out: operands.out,
+            faults: self.faults().slice(),
+            first: class.first as u32,
+            count: class.count as u32,
+            slots: groups.slots as u32,
+            active_end: groups.most as u32,
+            grouped: (experts.shape.scales == ScaleKind::G64) as u32,
+            ..Default::default()
+        }
+        .with_shape(class.rows, &class.folds);
+
+        let Some(coded) = &class.coded else {
+            return self.matmul_raw(class, groups, args);
+        };
+        if experts.form == Form::Unfused {
+            return self.decode_and_multiply(class, coded, groups, args);
+        }
+        if class.raw {
+            self.matmul_raw(class, groups, args)?;
+        }
+        let limits = self.device().limits();
+        let jobs = groups.most * class.count * coded.blocks * class.folds.segs();
+        let mut args = ExpertArgs {
+            table: coded.table.slice(),
+            blocks: coded.blocks as u32,
+            min_tokens: 1,
+            max_tokens: 1,
+            ..args
+        };
+        let launch = coded_plan::matmul_rans(limits, coded.symbol, &class.folds, jobs as u64)
+            .map_err(|e| self.does_not_fit(e))?;
+        match coded.symbol {
+            Symbol::Pair => self.launch::<MatmulRansPair>(launch, args)?,
+            Symbol::Triple => self.launch::<MatmulRansTriple>(launch, args)?,
+        }
+        if groups.tokens > 1 {
+            let (launch, stage) = coded_plan::matmul_rans_shared(
+                limits,
+                coded.symbol,
+                &class.folds,
+                groups.tokens as u32,
+                jobs as u64,
+            )
+            .map_err(|e| self.does_not_fit(e))?;
+            args.stage = stage;
+            (args.min_tokens, args.max_tokens) = (2, u32::MAX);
+            match coded.symbol {
+                Symbol::Pair => self.launch::<MatmulRansSharedPair>(launch, args)?,
+                Symbol::Triple => self.launch::<MatmulRansSharedTriple>(launch, args)?,
+            }
+        }
+        Ok(())
+    }
+
+    /// Raw matrices, and those that `args.scratch` holds decoded.
+    fn matmul_raw(
+        &self,
+        class: &Class<D::Memory>,
+        groups: &Groups<D::Memory>,
+        mut args: ExpertArgs,
+    ) -> Result<()> {
+        let limits = self.device().limits();
+        let active = (args.active_end - args.active_begin) as usize;
+        let matrices = (active * class.count) as u64;
+        for (several, tokens) in [(false, (1, 1)), (true, (2, u32::MAX))] {
+            if several && groups.tokens == 1 {
+                continue;
+            }
+            let (launch, job_rows) =
+                coded_plan::matmul_raw(limits, class.rows, &class.folds, matrices, several);
+            args.job_rows = job_rows;
+            args.blocks = (class.rows as u32).div_ceil(job_rows);
+            (args.min_tokens, args.max_tokens) = tokens;
+            if several {
+                self.launch::<MatmulRawTokens>(launch, args)?;
+            } else {
+                self.launch::<MatmulRaw>(launch, args)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Decodes a few experts to scratch, multiplies from there, and so on.
+    fn decode_and_multiply(
+        &self,
+        class: &Class<D::Memory>,
+        coded: &Coded<D::Memory>,
+        groups: &Groups<D::Memory>,
+        args: ExpertArgs,
+    ) -> Result<()> {
+        let words = class.count * class.rows * class.folds.cols / 8;
+        let at_once = (DECODED / (4 * words)).clamp(1, groups.most);
+        let scratch = self.scratch::<u32>(at_once * words)?;
+        for begin in (0..groups.most).step_by(at_once) {
+            let end = (begin + at_once).min(groups.most);
+            let jobs = (end - begin) * class.count * coded.blocks * class.folds.segs();
+            let launch = coded_plan::decode_rans(self.device().limits(), coded.symbol, jobs as u64)
+                .map_err(|e| self.does_not_fit(e))?;
+            let args = ExpertArgs {
+                table: coded.table.slice(),
+                scratch: scratch.slice(),
+                blocks: coded.blocks as u32,
+                active_begin: begin as u32,
+                active_end: end as u32,
+                ..args
+            };
+            match coded.symbol {
+                Symbol::Pair => self.launch::<DecodeRansPair>(launch, args)?,
+                Symbol::Triple => self.launch::<DecodeRansTriple>(launch, args)?,
+            }
+            self.matmul_raw(class, groups, args)?;
+        }
+        Ok(())
+    }
+}
+
+/// Assignments on the device, as `group_experts` leaves them.
+struct Groups<M> {
+    active: Buffer<u32, M>,
+    n_active: Buffer<u32, M>,
+    slot_token: Buffer<u32, M>,
+    slot_expert: Buffer<u32, M>,
+    slot_of: Buffer<u32, M>,
+    /// Active experts at most.
+    most: usize,
+    tokens: usize,
+    slots: usize,
+}
+
+/// Inputs and outputs of a class' matmuls.
+struct Operands {
+    x: Slice,
+    gsum: Slice,
+    row_map: Slice,
+    out: Slice,
+}
+
+impl<D: Device> LoadExperts for KernelBackend<D> {
+    fn load_experts(
+        &self,
+        layer: LayerExperts<'_>,
+        shape: ExpertShape,
+        form: Form,
+    ) -> Result<Experts<D::Memory>> {
+        match layer {
+            LayerExperts::Raw(layer) => self.load_raw(layer, shape, form),
+            LayerExperts::Coded { layer, records } => {
+                self.load_coded(&layer, &records, shape, form)
+            }
+        }
+    }
+}
+
+impl<D: Device> KernelBackend<D> {
+    /// Records as they are, each at a multiple of [`ALIGNMENT`]; descriptors point into them.
+    fn load_coded(
+        &self,
+        layer: &crate::archive::LayerRecords<'_>,
+        records: &[crate::archive::Record<'_>],
+        shape: ExpertShape,
+        form: Form,
+    ) -> Result<Experts<D::Memory>> {
+        let mut classes = self.classes(&shape)?;
+        for kind in [MatrixKind::Gate, MatrixKind::Down] {
+            if let Some((_, table)) = layer.table(kind) {
+                classes[class_of(kind)].coded = Some(self.table(table)?);
+            }
+        }
+        let mut places = Places::default();
+        let at: Vec<usize> = records.iter().map(|r| places.take(r.bytes.len())).collect();
+        let memory = self.scratch::<u8>(places.bytes)?;
+        let mut descs = Vec::with_capacity(3 * records.len());
+        for (expert, (record, at)) in records.iter().zip(at).enumerate() {
+            self.device().upload(memory.memory(), at, record.bytes)?;
+            let base = memory.memory().address() + at as u64;
+            let part = |range: &std::ops::Range<usize>, size: usize| {
+                Slice::new(base + range.start as u64, (range.len() / size) as u64)
+            };
+            for kind in MatrixKind::ALL {
+                let m = record.matrix(kind);
+                let (rows, cols) = shape.dims(kind);
+                for (field, found, expected) in
+                    [("rows", m.rows, rows), ("columns", m.cols, cols)]
+                {
+                    if found != expected {
+                        return Err(KernelError::Matrix {
+                            expert,
+                            matrix: kind.name(),
+                            field,
+                            found,
+                            expected,
+                        });
+                    }
+                }
+                let class = &mut classes[class_of(kind)];
+                let n_blocks = m.blocks.map_or(0, |b| b.blocks);
+                match (&m.codec, &mut class.coded) {
+                    (Codec::Rans(_), Some(coded)) => coded.blocks = coded.blocks.max(n_blocks),
+                    (Codec::Rans(_), None) => unreachable!("a checked record's table exists"),
+                    (Codec::Raw, _) => class.raw = true,
+                }
+                descs.push(MatrixDesc {
+                    stream: part(&m.stream, 4),
+                    blocks: part(&m.offsets, 4),
+                    scales: part(&m.scales, m.scale_format.bytes()),
+                    codec: match m.codec {
+                        Codec::Raw => abi::CODEC_RAW,
+                        Codec::Rans(symbol) => abi::rans_codec(symbol),
+                    },
+                    scale_format: match m.scale_format {
+                        ScaleFormat::F32 => abi::SCALES_F32,
+                        ScaleFormat::Amax16 => abi::SCALES_AMAX,
+                    },
+                    rows: word("rows", rows)?,
+                    cols: word("columns", cols)?,
+                    n_blocks: word("blocks", n_blocks)?,
+                    reserved: 0,
+                });
+            }
+        }
+        for class in &mut classes {
+            // A table that no record of the layer uses.
+            if class.coded.as_ref().is_some_and(|c| c.blocks == 0) {
+                class.coded = None;
+            }
+        }
+        self.place(shape, form, memory, descs, classes)
+    }
+}

@@ -1,0 +1,786 @@
+//! The operators of a forward pass as launches.
+
+use std::marker::PhantomData;
+
+use bytemuck::Pod;
+use cuda_std::mem::Slice;
+use gpu::coded_plan::DoesNotFit;
+
+use super::device::{Device, DeviceError, DeviceMemory, Launch};
+use super::experts::Experts;
+use super::plan;
+use super::table::*;
+use crate::backend::{Attend, Backend, Index, Mla, Router, Rows, RowsMut};
+
+/// What goes wrong in the kernel back end.
+#[derive(Debug, thiserror::Error)]
+pub enum KernelError {
+    /// The device.
+    #[error(transparent)]
+    Device(#[from] DeviceError),
+    /// An operator would leave a buffer.
+    #[error("{what}: elements {start}..{end} of a buffer of {have}")]
+    Range {
+        /// Operator and operand.
+        what: &'static str,
+        /// First element.
+        start: usize,
+        /// Past the last.
+        end: usize,
+        /// Elements that there are.
+        have: usize,
+    },
+    /// A dimension that the kernels do not take.
+    #[error("{what} is {found}, expected {expected}")]
+    Dimension {
+        /// Which.
+        what: &'static str,
+        /// Its value.
+        found: usize,
+        /// What it may be.
+        expected: &'static str,
+    },
+    /// Experts that do not have the layer's shape.
+    #[error("expert {expert}, {matrix}: {field} is {found}, expected {expected}")]
+    Matrix {
+        /// Expert.
+        expert: usize,
+        /// Its matrix.
+        matrix: &'static str,
+        /// What differs.
+        field: &'static str,
+        /// Its value.
+        found: usize,
+        /// Value expected.
+        expected: usize,
+    },
+    /// Coded experts that need more shared memory than the device has.
+    #[error("{device}: {source}")]
+    DoesNotFit {
+        /// The device.
+        device: String,
+        /// What is needed.
+        source: DoesNotFit,
+    },
+    /// Jobs whose decoder did not end in its start state.
+    #[error(
+        "{jobs} blocks of coded experts did not decode: the archive is corrupt or was changed in \
+         memory; run `host verify`"
+    )]
+    Corrupt {
+        /// How many.
+        jobs: u32,
+    },
+}
+
+pub(super) type Result<T> = std::result::Result<T, KernelError>;
+
+/// `len` elements of `T` on a device.
+pub struct Buffer<T, M> {
+    memory: M,
+    len: usize,
+    kind: PhantomData<T>,
+}
+
+impl<T: Pod, M: DeviceMemory> Buffer<T, M> {
+    /// Elements.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// The memory.
+    pub fn memory(&self) -> &M {
+        &self.memory
+    }
+
+    /// All of it, as kernels take it.
+    pub fn slice(&self) -> Slice {
+        self.memory.slice::<T>(0, self.len)
+    }
+
+    /// The elements from `start` on, at least `len` of them.
+    pub(super) fn from(&self, what: &'static str, start: usize, len: usize) -> Result<Slice> {
+        let end = start.saturating_add(len);
+        if end > self.len {
+            return Err(KernelError::Range {
+                what,
+                start,
+                end,
+                have: self.len,
+            });
+        }
+        Ok(self.memory.slice::<T>(start, self.len - start))
+    }
+}
+
+/// A view's slice and its stride, checked.
+#[derive(Clone, Copy)]
+pub(super) struct View {
+    pub slice: Slice,
+    pub stride: u32,
+}
+
+impl View {
+    /// Whether rows start at multiples of 16 bytes.
+    fn aligned(&self) -> bool {
+        self.slice.addr.is_multiple_of(16) && self.stride.is_multiple_of(4)
+    }
+
+    /// The same from row `row` on.
+    pub fn skip(&self, row: usize) -> Self {
+        let elements = row as u64 * self.stride as u64;
+        Self {
+            slice: self.slice.part::<f32>(elements, self.slice.len - elements),
+            ..*self
+        }
+    }
+}
+
+/// A size as kernels take it.
+pub(super) fn word(what: &'static str, n: usize) -> Result<u32> {
+    u32::try_from(n).map_err(|_| KernelError::Dimension {
+        what,
+        found: n,
+        expected: "less than 2^32",
+    })
+}
+
+/// Checks `rows` rows of `cols` elements, `stride` apart from `offset`: their slice and stride.
+/// Kernels index a view with 32 bits.
+fn view<M: DeviceMemory>(
+    what: &'static str,
+    buf: &Buffer<f32, M>,
+    (offset, stride): (usize, usize),
+    rows: usize,
+    cols: usize,
+) -> Result<View> {
+    let len = match rows {
+        0 => 0,
+        n => (n - 1).saturating_mul(stride).saturating_add(cols),
+    };
+    word(what, len)?;
+    Ok(View {
+        slice: buf.from(what, offset, len)?,
+        stride: word(what, stride)?,
+    })
+}
+
+pub(super) fn input<M: DeviceMemory>(
+    what: &'static str,
+    x: Rows<'_, Buffer<f32, M>>,
+    rows: usize,
+    cols: usize,
+) -> Result<View> {
+    view(what, x.buf, (x.offset, x.stride), rows, cols)
+}
+
+pub(super) fn output<M: DeviceMemory>(
+    what: &'static str,
+    x: &RowsMut<'_, Buffer<f32, M>>,
+    rows: usize,
+    cols: usize,
+) -> Result<View> {
+    view(what, x.buf, (x.offset, x.stride), rows, cols)
+}
+
+fn blocks(n: usize, per: u32) -> u32 {
+    n.div_ceil(per as usize) as u32
+}
+
+/// The operators of a forward pass as launches on a device.
+pub struct KernelBackend<D: Device> {
+    device: D,
+    /// u32 `[1]`: jobs of coded matrices that did not decode.
+    faults: Buffer<u32, D::Memory>,
+}
+
+impl<D: Device> KernelBackend<D> {
+    /// A back end over `device`.
+    pub fn new(device: D) -> Result<Self> {
+        let memory = device.allocate(4)?;
+        device.fill(&memory, 0, 4, 0)?;
+        Ok(Self {
+            device,
+            faults: Buffer {
+                memory,
+                len: 1,
+                kind: PhantomData,
+            },
+        })
+    }
+
+    /// The device.
+    pub fn device(&self) -> &D {
+        &self.device
+    }
+
+    /// Where the kernels count blocks that did not decode.
+    pub(super) fn faults(&self) -> &Buffer<u32, D::Memory> {
+        &self.faults
+    }
+
+    /// `len` elements with any content, for a kernel to write.
+    pub(super) fn scratch<T: Pod>(&self, len: usize) -> Result<Buffer<T, D::Memory>> {
+        let bytes = len
+            .checked_mul(size_of::<T>())
+            .ok_or(KernelError::Dimension {
+                what: "buffer",
+                found: len,
+                expected: "fewer elements",
+            })?;
+        Ok(Buffer {
+            memory: self.device.allocate(bytes)?,
+            len,
+            kind: PhantomData,
+        })
+    }
+
+    pub(super) fn launch<K: KernelFn>(&self, launch: Launch, args: K::Args) -> Result<()> {
+        // SAFETY: private to this module, whose operators build `args` from live buffers of this
+        // device, checked for the sizes that the kernel documents; memory that is dropped is reused
+        // in the order of the stream.
+        unsafe { self.device.launch::<K>(launch, args)? };
+        Ok(())
+    }
+
+    #[allow(clippy::too_many_arguments)]
+    fn dense(
+        &self,
+        x: View,
+        weight: Slice,
+        (rows, cols): (usize, usize),
+        tokens: usize,
+        add: bool,
+        out: View,
+        batch: Batch,
+    ) -> Result<()> {
+        let vector = x.aligned()
+            && cols.is_multiple_of(8)
+            && batch.x.is_multiple_of(4)
+            && weight.addr.is_multiple_of(16);
+        let (rows, cols) = (word("rows", rows)?, word("columns", cols)?);
+        let tokens = word("tokens", tokens)?;
+        let mut flags = 0;
+        if add {
+            flags |= gpu::linear::ADD;
+        }
+        if vector {
+            flags |= gpu::linear::VECTOR;
+        }
+        let args = gpu::linear::LinearArgs {
+            x: x.slice,
+            weight,
+            out: out.slice,
+            rows,
+            cols,
+            tokens,
+            x_stride: x.stride,
+            out_stride: out.stride,
+            x_batch: batch.x,
+            weight_batch: batch.weight,
+            out_batch: batch.out,
+            flags,
+            reserved: 0,
+        };
+        let (kernel, launch) = plan::linear(self.device.limits(), rows, tokens, batch.n, vector);
+        match kernel {
+            KernelId::LinearOne => self.launch::<LinearOne>(launch, args),
+            KernelId::LinearMany => self.launch::<LinearMany>(launch, args),
+            _ => self.launch::<LinearThin>(launch, args),
+        }
+    }
+}
+
+/// Batches of a dense layer and the elements or rows between them.
+struct Batch {
+    n: u32,
+    x: u32,
+    weight: u32,
+    out: u32,
+}
+
+impl<D: Device> Backend for KernelBackend<D> {
+    type Buf<T: Pod> = Buffer<T, D::Memory>;
+    type Experts = Experts<D::Memory>;
+    type Error = KernelError;
+
+    fn describe(&self) -> String {
+        self.device.describe()
+    }
+
+    fn alloc<T: Pod>(&self, len: usize) -> Result<Self::Buf<T>> {
+        let buf = self.scratch::<T>(len)?;
+        self.device
+            .fill(&buf.memory, 0, len * size_of::<T>(), 0)?;
+        Ok(buf)
+    }
+
+    fn upload<T: Pod>(&self, data: &[T]) -> Result<Self::Buf<T>> {
+        let buf = self.scratch::<T>(data.len())?;
+        self.device
+            .upload(&buf.memory, 0, bytemuck::cast_slice(data))?;
+        Ok(buf)
+    }
+
+    fn write<T: Pod>(&self, buf: &mut Self::Buf<T>, offset: usize, data: &[T]) -> Result<()> {
+        buf.from("write", offset, data.len())?;
+        let data = bytemuck::cast_slice(data);
+        self.device
+            .upload(&buf.memory, offset * size_of::<T>(), data)?;
+        Ok(())
+    }
+
+    fn read<T: Pod>(&self, buf: &Self::Buf<T>, offset: usize, out: &mut [T]) -> Result<()> {
+        buf.from("read", offset, out.len())?;
+        let out = bytemuck::cast_slice_mut(out);
+        self.device
+            .download(&buf.memory, offset * size_of::<T>(), out)?;
+        let mut faults = [0u32];
+        self.device
+            .download(&self.faults.memory, 0, bytemuck::cast_slice_mut(&mut faults))?;
+        match faults[0] {
+            0 => Ok(()),
+            jobs => Err(KernelError::Corrupt { jobs }),
+        }
+    }
+
+    fn embed(
+        &self,
+        table: &Self::Buf<u16>,
+        ids: &Self::Buf<u32>,
+        cols: usize,
+        tokens: usize,
+        out: RowsMut<'_, Self::Buf<f32>>,
+    ) -> Result<()> {
+        let to = output("embed: out", &out, tokens, cols)?;
+        let args = gpu::embed::EmbedArgs {
+            table: table.slice(),
+            ids: ids.from("embed: ids", 0, tokens)?,
+            out: to.slice,
+            vocab: word("vocabulary", table.len.checked_div(cols).unwrap_or(0))?,
+            cols: word("columns", cols)?,
+            out_stride: to.stride,
+            reserved: 0,
+        };
+        let grid = [word("tokens", tokens)?, 1, 1];
+        self.launch::<Embed>(Launch::new(grid, gpu::embed::THREADS), args)
+    }
+
+    fn rms_norm(
+        &self,
+        x: Rows<'_, Self::Buf<f32>>,
+        weight: &Self::Buf<u16>,
+        eps: f32,
+        cols: usize,
+        tokens: usize,
+        out: RowsMut<'_, Self::Buf<f32>>,
+    ) -> Result<()> {
+        let from = input("rms_norm: x", x, tokens, cols)?;
+        let to = output("rms_norm: out", &out, tokens, cols)?;
+        let args = gpu::norm::NormArgs {
+            x: from.slice,
+            weight: weight.from("rms_norm: weight", 0, cols)?,
+            bias: Slice::EMPTY,
+            out: to.slice,
+            x_stride: from.stride,
+            out_stride: to.stride,
+            cols: word("columns", cols)?,
+            eps,
+        };
+        let grid = [word("tokens", tokens)?, 1, 1];
+        self.launch::<RmsNorm>(Launch::new(grid, gpu::dot::BLOCK), args)
+    }
+
+    fn layer_norm(
+        &self,
+        x: Rows<'_, Self::Buf<f32>>,
+        weight: &Self::Buf<u16>,
+        bias: &Self::Buf<u16>,
+        eps: f32,
+        cols: usize,
+        tokens: usize,
+        out: RowsMut<'_, Self::Buf<f32>>,
+    ) -> Result<()> {
+        let from = input("layer_norm: x", x, tokens, cols)?;
+        let to = output("layer_norm: out", &out, tokens, cols)?;
+        let args = gpu::norm::NormArgs {
+            x: from.slice,
+            weight: weight.from("layer_norm: weight", 0, cols)?,
+            bias: bias.from("layer_norm: bias", 0, cols)?,
+            out: to.slice,
+            x_stride: from.stride,
+            out_stride: to.stride,
+            cols: word("columns", cols)?,
+            eps,
+        };
+        let grid = [word("tokens", tokens)?, 1, 1];
+        self.launch::<LayerNorm>(Launch::new(grid, gpu::dot::BLOCK), args)
+    }
+
+    fn linear(
+        &self,
+        x: Rows<'_, Self::Buf<f32>>,
+        weight: &Self::Buf<u16>,
+        rows: usize,
+        cols: usize,
+        tokens: usize,
+        add: bool,
+        out: RowsMut<'_, Self::Buf<f32>>,
+    ) -> Result<()> {
+        let from = input("linear: x", x, tokens, cols)?;
+        let to = output("linear: out", &out, tokens, rows)?;
+        let weight = weight.from("linear: weight", 0, rows.saturating_mul(cols))?;
+        let batch = Batch {
+            n: 1,
+            x: 0,
+            weight: 0,
+            out: 0,
+        };
+        self.dense(from, weight, (rows, cols), tokens, add, to, batch)
+    }
+
+    fn silu_mul(
+        &self,
+        gate: Rows<'_, Self::Buf<f32>>,
+        up: Rows<'_, Self::Buf<f32>>,
+        cols: usize,
+        tokens: usize,
+        out: RowsMut<'_, Self::Buf<f32>>,
+    ) -> Result<()> {
+        let gate = input("silu_mul: gate", gate, tokens, cols)?;
+        let up = input("silu_mul: up", up, tokens, cols)?;
+        let to = output("silu_mul: out", &out, tokens, cols)?;
+        let args = gpu::silu::SiluMulArgs {
+            gate: gate.slice,
+            up: up.slice,
+            out: to.slice,
+            gate_stride: gate.stride,
+            up_stride: up.stride,
+            out_stride: to.stride,
+            cols: word("columns", cols)?,
+        };
+        let threads = gpu::silu::THREADS;
+        let grid = [blocks(cols, threads), word("tokens", tokens)?, 1];
+        self.launch::<SiluMul>(Launch::new(grid, threads), args)
+    }
+
+    fn rope(
+        &self,
+        x: Rows<'_, Self::Buf<f32>>,
+        x_head: usize,
+        heads: usize,
+        rope: usize,
+        pass: usize,
+        inv_freq: &Self::Buf<f32>,
+        first: usize,
+        tokens: usize,
+        out: RowsMut<'_, Self::Buf<f32>>,
+        out_head: usize,
+    ) -> Result<()> {
+        if !rope.is_multiple_of(2) {
+            return Err(KernelError::Dimension {
+                what: "rope dimension",
+                found: rope,
+                expected: "an even number",
+            });
+        }
+        let row = |head: usize| heads.saturating_sub(1) * head + rope + pass;
+        let from = input("rope: x", x, tokens, row(x_head))?;
+        let to = output("rope: out", &out, tokens, row(out_head))?;
+        word("positions", first + tokens)?;
+        let args = gpu::rope::RopeArgs {
+            x: from.slice,
+            inv_freq: inv_freq.from("rope: inv_freq", 0, rope / 2)?,
+            out: to.slice,
+            x_stride: from.stride,
+            x_head: word("rope: x_head", x_head)?,
+            out_stride: to.stride,
+            out_head: word("rope: out_head", out_head)?,
+            heads: word("heads", heads)?,
+            rope: word("rope", rope)?,
+            pass: word("pass", pass)?,
+            first: word("position", first)?,
+        };
+        let threads = gpu::rope::THREADS;
+        let items = heads * (rope / 2 + pass);
+        let grid = [blocks(items, threads), word("tokens", tokens)?, 1];
+        self.launch::<Rope>(Launch::new(grid, threads), args)
+    }
+
+    fn absorb_query(
+        &self,
+        q: Rows<'_, Self::Buf<f32>>,
+        kv_b: &Self::Buf<u16>,
+        mla: &Mla,
+        tokens: usize,
+        out: RowsMut<'_, Self::Buf<f32>>,
+    ) -> Result<()> {
+        let (q_head, out_head) = (mla.nope + mla.rope, mla.latent + mla.rope);
+        let q = input("absorb_query: q", q, tokens, mla.heads * q_head)?;
+        let to = output("absorb_query: out", &out, tokens, mla.heads * out_head)?;
+        let weight = mla.heads * (mla.nope + mla.value) * mla.latent;
+        let args = gpu::absorb::AbsorbArgs {
+            q: q.slice,
+            kv_b: kv_b.from("absorb_query: kv_b", 0, weight)?,
+            out: to.slice,
+            q_stride: q.stride,
+            q_head: word("query head", q_head)?,
+            out_stride: to.stride,
+            out_head: word("latent head", out_head)?,
+            head_rows: word("rows of a head", mla.nope + mla.value)?,
+            nope: word("nope", mla.nope)?,
+            latent: word("latent", mla.latent)?,
+            tokens: word("tokens", tokens)?,
+        };
+        let threads = gpu::absorb::THREADS;
+        let grid = [
+            blocks(mla.latent, 2 * threads),
+            word("heads", mla.heads)?,
+            blocks(tokens, gpu::absorb::TOKENS),
+        ];
+        self.launch::<AbsorbQuery>(Launch::new(grid, threads), args)
+    }
+
+    fn attention(
+        &self,
+        q: Rows<'_, Self::Buf<f32>>,
+        cache: &Self::Buf<f32>,
+        attend: Attend<'_, Self::Buf<u32>>,
+        mla: &Mla,
+        first: usize,
+        tokens: usize,
+        out: RowsMut<'_, Self::Buf<f32>>,
+    ) -> Result<()> {
+        let width = mla.latent + mla.rope;
+        let q = input("attention: q", q, tokens, mla.heads * width)?;
+        let to = output("attention: out", &out, tokens, mla.heads * mla.latent)?;
+        let seen = first + tokens;
+        let cache = cache.from("attention: cache", 0, seen * width)?;
+        let (lists, top_k) = match attend {
+            Attend::Causal => (None, 0),
+            Attend::Listed { top_k: 0, .. } => {
+                return Err(KernelError::Dimension {
+                    what: "attention: listed positions",
+                    found: 0,
+                    expected: "at least 1",
+                });
+            }
+            Attend::Listed { lists, top_k } => {
+                // A last token that sees fewer positions than it could list needs only those.
+                let len = tokens.saturating_sub(1) * top_k + top_k.min(seen);
+                lists.from("attention: lists", 0, len)?;
+                (Some(lists), top_k)
+            }
+        };
+        let listed = if top_k == 0 { seen } else { seen.min(top_k) };
+        let chunks = listed.div_ceil(gpu::arith::ATTENTION_CHUNK);
+        let states = mla.heads * chunks;
+        let at_once = plan::tokens_at_once(tokens, 4 * states * (mla.latent + 2));
+        let softmax = self.scratch::<f32>(2 * at_once * states)?;
+        let partial = self.scratch::<f32>(at_once * states * mla.latent)?;
+        let vector = q.aligned()
+            && width.is_multiple_of(8)
+            && cache.addr.is_multiple_of(16);
+        for start in (0..tokens).step_by(at_once) {
+            let n = at_once.min(tokens - start);
+            let args = gpu::attention::AttentionArgs {
+                q: q.skip(start).slice,
+                cache,
+                lists: match lists {
+                    None => Slice::EMPTY,
+                    Some(lists) => lists.from("attention: lists", start * top_k, 0)?,
+                },
+                softmax: softmax.slice(),
+                partial: partial.slice(),
+                out: to.skip(start).slice,
+                q_stride: q.stride,
+                out_stride: to.stride,
+                top_k: word("listed positions", top_k)?,
+                first: word("position", first + start)?,
+                heads: word("heads", mla.heads)?,
+                latent: word("latent", mla.latent)?,
+                rope: word("rope", mla.rope)?,
+                chunks: word("chunks", chunks)?,
+                scaling: mla.scaling,
+                vector: vector as u32,
+            };
+            let (n, heads) = (n as u32, args.heads);
+            let threads = gpu::attention::THREADS;
+            let grid = [args.chunks, heads.div_ceil(gpu::attention::HEADS), n];
+            self.launch::<AttentionChunk>(Launch::new(grid, threads), args)?;
+            self.launch::<AttentionMerge>(Launch::new([heads, n, 1], threads), args)?;
+        }
+        Ok(())
+    }
+
+    fn expand_value(
+        &self,
+        x: Rows<'_, Self::Buf<f32>>,
+        kv_b: &Self::Buf<u16>,
+        mla: &Mla,
+        tokens: usize,
+        out: RowsMut<'_, Self::Buf<f32>>,
+    ) -> Result<()> {
+        let from = input("expand_value: x", x, tokens, mla.heads * mla.latent)?;
+        let to = output("expand_value: out", &out, tokens, mla.heads * mla.value)?;
+        let head_rows = mla.nope + mla.value;
+        let skip = mla.nope * mla.latent;
+        let len = (mla.heads * head_rows * mla.latent).saturating_sub(skip);
+        let weight = kv_b.from("expand_value: kv_b", skip, len)?;
+        let batch = Batch {
+            n: word("heads", mla.heads)?,
+            x: word("latent", mla.latent)?,
+            weight: word("rows of a head", head_rows)?,
+            out: word("value", mla.value)?,
+        };
+        let shape = (mla.value, mla.latent);
+        self.dense(from, weight, shape, tokens, false, to, batch)
+    }
+
+    fn index(
+        &self,
+        q: Rows<'_, Self::Buf<f32>>,
+        keys: &Self::Buf<f32>,
+        weights: Rows<'_, Self::Buf<f32>>,
+        index: &Index,
+        first: usize,
+        tokens: usize,
+        lists: &mut Self::Buf<u32>,
+    ) -> Result<()> {
+        if index.top_k == 0 {
+            return Ok(());
+        }
+        let seen = first + tokens;
+        let q = input("index: q", q, tokens, index.heads * index.dim)?;
+        let weights = input("index: weights", weights, tokens, index.heads)?;
+        let keys = keys.from("index: keys", 0, seen * index.dim)?;
+        let len = tokens.saturating_sub(1) * index.top_k + index.top_k.min(seen);
+        lists.from("index: lists", 0, len)?;
+        // Scores are needed only by tokens that see more than they list.
+        let scored = seen > index.top_k;
+        let at_once = plan::tokens_at_once(tokens, if scored { 4 * seen } else { 0 });
+        let scores = self.scratch::<f32>(if scored { at_once * seen } else { 0 })?;
+        let vector =
+            q.aligned() && index.dim.is_multiple_of(8) && keys.addr.is_multiple_of(16);
+        for start in (0..tokens).step_by(at_once) {
+            let n = at_once.min(tokens - start);
+            let args = gpu::index::IndexArgs {
+                q: q.skip(start).slice,
+                keys,
+                weights: weights.skip(start).slice,
+                scores: scores.slice(),
+                lists: lists.from("index: lists", start * index.top_k, 0)?,
+                q_stride: q.stride,
+                weight_stride: weights.stride,
+                score_stride: word("positions", seen)?,
+                heads: word("heads", index.heads)?,
+                dim: word("index dimension", index.dim)?,
+                top_k: word("listed positions", index.top_k)?,
+                first: word("position", first + start)?,
+                weight_factor: index.weight_factor(),
+                dot_factor: index.dot_factor(),
+                vector: vector as u32,
+            };
+            let last = first + start + n;
+            if last > index.top_k {
+                let grid = [blocks(last, gpu::index::BLOCK_POSITIONS), n as u32, 1];
+                let launch = Launch::new(grid, gpu::index::SCORE_THREADS);
+                self.launch::<IndexScores>(launch, args)?;
+            }
+            let launch = Launch::new([n as u32, 1, 1], gpu::index::SELECT_THREADS);
+            self.launch::<IndexSelect>(launch, args)?;
+        }
+        Ok(())
+    }
+
+    fn route(
+        &self,
+        logits: Rows<'_, Self::Buf<f32>>,
+        bias: &Self::Buf<f32>,
+        router: &Router,
+        tokens: usize,
+        ids: &mut Self::Buf<u32>,
+        weights: &mut Self::Buf<f32>,
+    ) -> Result<()> {
+        let n = router.experts;
+        let groups = router.groups.max(1);
+        let bad = |what, found, expected| {
+            Err(KernelError::Dimension {
+                what,
+                found,
+                expected,
+            })
+        };
+        if router.top_k > n {
+            return bad("router: experts a token", router.top_k, "at most the experts");
+        }
+        if !n.is_multiple_of(groups) || groups > 1 && n / groups < 2 {
+            return bad("router: groups", groups, "groups of equal size, two experts or more");
+        }
+        if router.top_groups > groups {
+            return bad("router: groups chosen", router.top_groups, "at most the groups");
+        }
+        let logits = input("route: logits", logits, tokens, n)?;
+        let args = gpu::route::RouteArgs {
+            logits: logits.slice,
+            bias: bias.from("route: bias", 0, n)?,
+            ids: ids.from("route: ids", 0, tokens * router.top_k)?,
+            weights: weights.from("route: weights", 0, tokens * router.top_k)?,
+            logit_stride: logits.stride,
+            experts: word("experts", n)?,
+            top_k: word("experts a token", router.top_k)?,
+            groups: word("groups", groups)?,
+            top_groups: word("groups chosen", router.top_groups)?,
+            flags: if router.normalise {
+                gpu::route::NORMALISE
+            } else {
+                0
+            },
+            scaling: router.scaling,
+            reserved: 0,
+        };
+        let shared = gpu::route::shared_bytes(args.experts, args.groups);
+        let grid = [word("tokens", tokens)?, 1, 1];
+        self.launch::<Route>(Launch::new(grid, 32).shared(shared), args)
+    }
+
+    fn experts(
+        &self,
+        experts: &Self::Experts,
+        x: Rows<'_, Self::Buf<f32>>,
+        ids: &Self::Buf<u32>,
+        weights: &Self::Buf<f32>,
+        top_k: usize,
+        tokens: usize,
+        out: RowsMut<'_, Self::Buf<f32>>,
+    ) -> Result<()> {
+        self.run_experts(experts, x, ids, weights, top_k, tokens, out)
+    }
+
+    fn add(
+        &self,
+        x: Rows<'_, Self::Buf<f32>>,
+        cols: usize,
+        tokens: usize,
+        out: RowsMut<'_, Self::Buf<f32>>,
+    ) -> Result<()> {
+        let from = input("add: x", x, tokens, cols)?;
+        let to = output("add: out", &out, tokens, cols)?;
+        let args = gpu::add::AddArgs {
+            x: from.slice,
+            out: to.slice,
+            x_stride: from.stride,
+            out_stride: to.stride,
+            cols: word("columns", cols)?,
+            reserved: 0,
+        };
+        let threads = gpu::add::THREADS;
+        let grid = [blocks(cols, threads), word("tokens", tokens)?, 1];
+        self.launch::<Add>(Launch::new(grid, threads), args)
+    }
+}

@@ -1,0 +1,365 @@
+//! The operators between the experts.
+
+use host::backend::{Attend, Backend, Index, LoadExperts, Mla, Router};
+
+use super::{At, Rng, rows, rows_mut};
+use crate::case;
+
+const TOKENS: [usize; 6] = [0, 1, 2, 7, 8, 33];
+
+pub fn embed<B: LoadExperts>(b: &B) {
+    let mut rng = Rng::fresh();
+    for cols in [1, 64, 255, 256, 257] {
+        for tokens in TOKENS {
+            let table = rng.bf16s(50 * cols);
+            let ids: Vec<u32> = (0..tokens).map(|_| rng.below(50) as u32).collect();
+            let at = At::new(cols, false);
+            let dims = [cols, tokens];
+            case!(b, format!("embed {dims:?}"), at.len(tokens),
+                [table: Vec<u16>, ids: Vec<u32>, dims: [usize; 2], at: At], |be, out| {
+                let (table, ids) = (be.upload(table)?, be.upload(ids)?);
+                be.embed(&table, &ids, dims[0], dims[1], rows_mut(out, *at))
+            });
+        }
+    }
+}
+
+pub fn norms<B: LoadExperts>(b: &B) {
+    let mut rng = Rng::fresh();
+    for cols in [1, 7, 8, 15, 16, 17, 31, 64, 255, 256, 257, 511, 768, 1000] {
+        for tokens in [0, 1, 2, 7] {
+            let at = At::new(cols, tokens == 2);
+            let x = rng.f32s(at.len(tokens));
+            let (w, bias) = (rng.bf16s(cols), rng.bf16s(cols));
+            let dims = [cols, tokens];
+            case!(b, format!("rms_norm {dims:?}"), at.len(tokens),
+                [x: Vec<f32>, w: Vec<u16>, at: At, dims: [usize; 2]], |be, out| {
+                let (x, w) = (be.upload(x)?, be.upload(w)?);
+                be.rms_norm(rows(&x, *at), &w, 1e-6, dims[0], dims[1], rows_mut(out, *at))
+            });
+            case!(b, format!("layer_norm {dims:?}"), at.len(tokens),
+                [x: Vec<f32>, w: Vec<u16>, bias: Vec<u16>, at: At, dims: [usize; 2]], |be, out| {
+                let (x, w, bias) = (be.upload(x)?, be.upload(w)?, be.upload(bias)?);
+                be.layer_norm(rows(&x, *at), &w, &bias, 1e-6, dims[0], dims[1], rows_mut(out, *at))
+            });
+        }
+    }
+}
+
+pub fn elementwise<B: LoadExperts>(b: &B) {
+    let mut rng = Rng::fresh();
+    for cols in [1, 8, 255, 256, 257, 1000] {
+        for tokens in TOKENS {
+            let at = At::new(cols, tokens == 2);
+            let (x, y) = (rng.f32s(at.len(tokens)), rng.f32s(at.len(tokens)));
+            let dims = [cols, tokens];
+            case!(b, format!("silu_mul {dims:?}"), at.len(tokens),
+                [x: Vec<f32>, y: Vec<f32>, at: At, dims: [usize; 2]], |be, out| {
+                let (x, y) = (be.upload(x)?, be.upload(y)?);
+                be.silu_mul(rows(&x, *at), rows(&y, *at), dims[0], dims[1], rows_mut(out, *at))
+            });
+            case!(b, format!("add {dims:?}"), at.len(tokens),
+                [x: Vec<f32>, at: At, dims: [usize; 2]], |be, out| {
+                let x = be.upload(x)?;
+                be.add(rows(&x, *at), dims[0], dims[1], rows_mut(out, *at))
+            });
+        }
+    }
+}
+
+pub fn linear<B: LoadExperts>(b: &B) {
+    let mut rng = Rng::fresh();
+    // 300 x 1032 x 33 is large enough for a CPU's threads, 130 rows for four rows a warp.
+    for (n, cols) in [
+        (1, 8),
+        (3, 64),
+        (15, 248),
+        (16, 256),
+        (130, 264),
+        (33, 776),
+        (300, 1032),
+    ] {
+        for tokens in [0, 1, 2, 3, 4, 5, 8, 33] {
+            for (add, aligned) in [(false, true), (true, false), (true, true)] {
+                let (from, to) = (At::new(cols, aligned), At::new(n, aligned));
+                let x = rng.f32s(from.len(tokens));
+                let w = rng.bf16s(n * cols);
+                let dims = [n, cols, tokens];
+                case!(b, format!("linear {dims:?}, add {add}, aligned {aligned}"), to.len(tokens),
+                    [x: Vec<f32>, w: Vec<u16>, from: At, to: At, dims: [usize; 3], add: bool], |be, out| {
+                    let (x, w) = (be.upload(x)?, be.upload(w)?);
+                    let [n, cols, tokens] = *dims;
+                    be.linear(rows(&x, *from), &w, n, cols, tokens, *add, rows_mut(out, *to))
+                });
+            }
+        }
+    }
+}
+
+pub fn rope<B: LoadExperts>(b: &B) {
+    let mut rng = Rng::fresh();
+    for (heads, rope, pass, x_head, out_head) in [
+        (1, 2, 0, 2, 2),
+        (3, 16, 5, 30, 21),
+        (8, 64, 0, 64, 100),
+        (2, 6, 64, 70, 70),
+    ] {
+        for (first, tokens) in [(0, 0), (0, 1), (1000, 7), (131_000, 2)] {
+            let (from, to) = (
+                At::new(heads * x_head, false),
+                At::new(heads * out_head, true),
+            );
+            let x = rng.f32s(from.len(tokens));
+            let inv: Vec<f32> = (0..rope / 2).map(|i| 0.7f32.powi(i)).collect();
+            let rope = rope as usize;
+            let dims = [heads, rope, pass, x_head, out_head, first, tokens];
+            case!(b, format!("rope {dims:?}"), to.len(tokens),
+                [x: Vec<f32>, inv: Vec<f32>, dims: [usize; 7], from: At, to: At], |be, out| {
+                let [heads, rope, pass, x_head, out_head, first, tokens] = *dims;
+                let (x, inv) = (be.upload(x)?, be.upload(inv)?);
+                be.rope(rows(&x, *from), x_head, heads, rope, pass, &inv, first, tokens,
+                    rows_mut(out, *to), out_head)
+            });
+        }
+    }
+}
+
+/// Small, of the repository's model, ragged, and GLM-like.
+const MLAS: [Mla; 4] = [
+    Mla {
+        heads: 1,
+        nope: 1,
+        rope: 2,
+        value: 3,
+        latent: 8,
+        scaling: 0.5,
+    },
+    Mla {
+        heads: 8,
+        nope: 32,
+        rope: 16,
+        value: 32,
+        latent: 64,
+        scaling: 0.144,
+    },
+    Mla {
+        heads: 5,
+        nope: 19,
+        rope: 6,
+        value: 17,
+        latent: 72,
+        scaling: 0.2,
+    },
+    Mla {
+        heads: 9,
+        nope: 48,
+        rope: 64,
+        value: 64,
+        latent: 512,
+        scaling: 0.06,
+    },
+];
+
+pub fn latent<B: LoadExperts>(b: &B) {
+    let mut rng = Rng::fresh();
+    for mla in MLAS {
+        for (tokens, aligned) in [(0, true), (1, true), (1, false), (2, true), (5, false), (9, true)] {
+            let Mla {
+                heads,
+                nope,
+                rope,
+                value,
+                latent,
+                ..
+            } = mla;
+            let kv_b = rng.bf16s(heads * (nope + value) * latent);
+            let q_at = At::new(heads * (nope + rope), aligned);
+            let latent_at = At::new(heads * (latent + rope), aligned);
+            let x_at = At::new(heads * latent, aligned);
+            let value_at = At::new(heads * value, aligned);
+            let q = rng.f32s(q_at.len(tokens));
+            let x = rng.f32s(x_at.len(tokens));
+            let tokens = &tokens;
+            let at = [q_at, latent_at, x_at, value_at];
+            case!(b, format!("absorb_query {mla:?} x {tokens}"), latent_at.len(*tokens),
+                [q: Vec<f32>, kv_b: Vec<u16>, mla: Mla, tokens: usize, at: [At; 4]], |be, out| {
+                let (q, kv_b) = (be.upload(q)?, be.upload(kv_b)?);
+                be.absorb_query(rows(&q, at[0]), &kv_b, mla, *tokens, rows_mut(out, at[1]))
+            });
+            case!(b, format!("expand_value {mla:?} x {tokens}"), value_at.len(*tokens),
+                [x: Vec<f32>, kv_b: Vec<u16>, mla: Mla, tokens: usize, at: [At; 4]], |be, out| {
+                let (x, kv_b) = (be.upload(x)?, be.upload(kv_b)?);
+                be.expand_value(rows(&x, at[2]), &kv_b, mla, *tokens, rows_mut(out, at[3]))
+            });
+        }
+    }
+}
+
+pub fn attention<B: LoadExperts>(b: &B) {
+    let mut rng = Rng::fresh();
+    for mla in MLAS {
+        for (first, tokens, aligned) in [
+            (0, 0, true),
+            (0, 1, true),
+            (0, 5, false),
+            (62, 3, true),
+            (63, 1, false),
+            (64, 1, true),
+            (130, 9, true),
+            (200, 1, true),
+        ] {
+            let width = mla.latent + mla.rope;
+            let from = At::new(mla.heads * width, aligned);
+            let to = At::new(mla.heads * mla.latent, aligned);
+            let mut q = rng.f32s(from.len(tokens));
+            // Scores of moderate size, so that softmax has many terms.
+            q.iter_mut().for_each(|q| *q *= 0.1);
+            let cache: Vec<f32> = rng
+                .f32s((first + tokens) * width)
+                .iter()
+                .map(|x| x.clamp(-4.0, 4.0))
+                .collect();
+            let dims = [first, tokens];
+            case!(b, format!("attention {mla:?} {dims:?}"), to.len(tokens),
+                [q: Vec<f32>, cache: Vec<f32>, mla: Mla, dims: [usize; 2], from: At, to: At], |be, out| {
+                let (q, cache) = (be.upload(q)?, be.upload(cache)?);
+                be.attention(rows(&q, *from), &cache, Attend::Causal, mla, dims[0], dims[1],
+                    rows_mut(out, *to))
+            });
+            for top_k in [1, 16, 64, 65, 150] {
+                let mut lists = vec![0u32; tokens * top_k];
+                for (t, list) in lists.chunks_mut(top_k).enumerate() {
+                    let mut all: Vec<u32> = (0..(first + t + 1) as u32).collect();
+                    while all.len() > top_k {
+                        all.remove(rng.below(all.len()));
+                    }
+                    list[..all.len()].copy_from_slice(&all);
+                }
+                let top_k = &top_k;
+                case!(b, format!("attention to {top_k} {mla:?} {dims:?}"), to.len(tokens),
+                    [q: Vec<f32>, cache: Vec<f32>, lists: Vec<u32>, top_k: usize, mla: Mla,
+                     dims: [usize; 2], from: At, to: At], |be, out| {
+                    let (q, cache, lists) = (be.upload(q)?, be.upload(cache)?, be.upload(lists)?);
+                    let attend = Attend::Listed { lists: &lists, top_k: *top_k };
+                    be.attention(rows(&q, *from), &cache, attend, mla, dims[0], dims[1],
+                        rows_mut(out, *to))
+                });
+            }
+        }
+    }
+}
+
+/// Hands u32 results to the comparison as f32 bits.
+fn put<B: Backend>(
+    be: &B,
+    ids: &B::Buf<u32>,
+    n: usize,
+    out: &mut B::Buf<f32>,
+    at: usize,
+) -> Result<(), B::Error> {
+    let mut read = vec![0u32; n];
+    be.read(ids, 0, &mut read)?;
+    let floats: Vec<f32> = read.into_iter().map(f32::from_bits).collect();
+    be.write(out, at, &floats)
+}
+
+pub fn index<B: LoadExperts>(b: &B) {
+    let mut rng = Rng::fresh();
+    let mut cases = vec![];
+    for shape in [(1, 2), (4, 32), (3, 24), (8, 128), (2, 264)] {
+        for top_k in [1, 16, 64] {
+            for range in [(0, 0), (0, 5), (14, 4), (63, 2), (64, 1), (130, 33), (257, 1)] {
+                cases.push((shape, top_k, range));
+            }
+        }
+    }
+    // More positions than the selection takes at a time.
+    cases.push(((1, 8), 512, (1022, 3)));
+    cases.push(((2, 8), 100, (2050, 2)));
+    for ((heads, dim), top_k, (first, tokens)) in cases {
+        // Few distinct values make equal scores.
+        let coarse = rng.below(2) == 0;
+        let mut draw = |n: usize| -> Vec<f32> {
+            let x = rng.f32s(n);
+            if coarse {
+                x.into_iter().map(|x| x.clamp(-2.0, 2.0).round()).collect()
+            } else {
+                x
+            }
+        };
+        let (from, weights) = (At::new(heads * dim, !coarse), At::new(heads, false));
+        let q = draw(from.len(tokens));
+        let w = draw(weights.len(tokens));
+        let keys = draw((first + tokens) * dim);
+        let ix = Index { heads, dim, top_k };
+        let n = tokens * top_k;
+        let dims = [first, tokens, n];
+        case!(b, format!("index {ix:?} {dims:?} coarse {coarse}"), n,
+            [q: Vec<f32>, w: Vec<f32>, keys: Vec<f32>, ix: Index, dims: [usize; 3], from: At,
+             weights: At], |be, out| {
+            let [first, tokens, n] = *dims;
+            let (q, w, keys) = (be.upload(q)?, be.upload(w)?, be.upload(keys)?);
+            let mut lists = be.alloc::<u32>(n)?;
+            be.index(rows(&q, *from), &keys, rows(&w, *weights), ix, first, tokens, &mut lists)?;
+            put(be, &lists, n, out, 0)
+        });
+    }
+}
+
+pub fn route<B: LoadExperts>(b: &B) {
+    let mut rng = Rng::fresh();
+    for (experts, top_k, groups, top_groups) in [
+        (1, 1, 1, 1),
+        (2, 1, 1, 1),
+        (16, 2, 1, 1),
+        (31, 4, 1, 1),
+        (32, 4, 1, 1),
+        (33, 33, 1, 1),
+        (256, 8, 1, 1),
+        (256, 8, 8, 4),
+        (12, 3, 4, 2),
+        (12, 2, 6, 2),
+        (12, 5, 6, 2),
+    ] {
+        for tokens in TOKENS {
+            for normalise in [false, true] {
+                let router = Router {
+                    experts,
+                    top_k,
+                    groups,
+                    top_groups,
+                    normalise,
+                    scaling: 2.5,
+                };
+                let coarse = rng.below(2) == 0;
+                let at = At::new(experts, coarse);
+                let mut logits = rng.f32s(at.len(tokens));
+                if coarse {
+                    logits
+                        .iter_mut()
+                        .for_each(|x| *x = x.clamp(-2.0, 2.0).round());
+                }
+                let bias: Vec<f32> = if coarse {
+                    vec![0.25; experts]
+                } else {
+                    rng.f32s(experts)
+                        .iter()
+                        .map(|x| x.clamp(-1.0, 1.0))
+                        .collect()
+                };
+                let tokens = &tokens;
+                case!(b, format!("route {router:?} x {tokens}"), 2 * tokens * top_k,
+                    [logits: Vec<f32>, bias: Vec<f32>, router: Router, tokens: usize, at: At], |be, out| {
+                    let n = *tokens * router.top_k;
+                    let (logits, bias) = (be.upload(logits)?, be.upload(bias)?);
+                    let (mut ids, mut weights) = (be.alloc(n)?, be.alloc::<f32>(n)?);
+                    be.route(rows(&logits, *at), &bias, router, *tokens, &mut ids, &mut weights)?;
+                    put(be, &ids, n, out, 0)?;
+                    let mut read = vec![0.0; n];
+                    be.read(&weights, 0, &mut read)?;
+                    be.write(out, n, &read)
+                });
+            }
+        }
+    }
+}
