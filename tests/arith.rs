@@ -157,7 +157,11 @@ fn order_keys_order_as_numbers_do() {
     numbers.sort_by(f32::total_cmp);
     for pair in numbers.windows(2) {
         let (a, b) = (order_key(pair[0]), order_key(pair[1]));
-        assert_eq!(a.cmp(&b), pair[0].partial_cmp(&pair[1]).unwrap(), "{pair:?}");
+        assert_eq!(
+            a.cmp(&b),
+            pair[0].partial_cmp(&pair[1]).unwrap(),
+            "{pair:?}"
+        );
     }
     assert_eq!(order_key(0.0), order_key(-0.0));
     assert!(order_key(f32::NEG_INFINITY) > 0, "0 marks what was taken");
@@ -165,7 +169,13 @@ fn order_keys_order_as_numbers_do() {
 
 #[test]
 fn merge_keeps_the_larger_maximum() {
-    for (a, b) in [(0.0, 0.0), (1.0, -3.0), (-3.0, 1.0), (-200.0, 0.5), (0.5, -200.0)] {
+    for (a, b) in [
+        (0.0, 0.0),
+        (1.0, -3.0),
+        (-3.0, 1.0),
+        (-200.0, 0.5),
+        (0.5, -200.0),
+    ] {
         let f = merge(a, b);
         assert_eq!(f.m, f32::max(a, b));
         assert_eq!(f.old, exp(a - f.m));
@@ -176,7 +186,9 @@ fn merge_keeps_the_larger_maximum() {
 
 #[test]
 fn chunks_merge_to_the_softmax_of_all() {
-    let scores: Vec<f32> = (0..1000).map(|i| ((i * 37 % 101) as f32 - 50.0) * 0.1).collect();
+    let scores: Vec<f32> = (0..1000)
+        .map(|i| ((i * 37 % 101) as f32 - 50.0) * 0.1)
+        .collect();
     let values: Vec<f32> = (0..1000).map(|i| (i * 53 % 89) as f32 * 0.02).collect();
     let mut state: Option<(f32, f32, f32)> = None;
     for (s, v) in scores.chunks(64).zip(values.chunks(64)) {
@@ -198,7 +210,11 @@ fn chunks_merge_to_the_softmax_of_all() {
     }
     let (_, l, o) = state.unwrap();
     let p: Vec<f64> = scores.iter().map(|s| f64::from(*s).exp()).collect();
-    let want = p.iter().zip(&values).map(|(p, v)| p * f64::from(*v)).sum::<f64>()
+    let want = p
+        .iter()
+        .zip(&values)
+        .map(|(p, v)| p * f64::from(*v))
+        .sum::<f64>()
         / p.iter().sum::<f64>();
     // 64 roundings of 2^-24 in a chunk and as many in the sums of 16 chunks, at worst all one way.
     assert!((f64::from(o / l) / want - 1.0).abs() < 160.0 * f64::powi(2.0, -24));
@@ -207,7 +223,9 @@ fn chunks_merge_to_the_softmax_of_all() {
 #[test]
 fn reductions_are_what_the_page_says() {
     // 256 partial sums, pairwise in eights, then halving: written out once more, differently.
-    let x: Vec<f32> = (0..777).map(|i| ((i * 7919 % 1000) as f32 - 499.5) * 1e-3).collect();
+    let x: Vec<f32> = (0..777)
+        .map(|i| ((i * 7919 % 1000) as f32 - 499.5) * 1e-3)
+        .collect();
     let mut partial = vec![0.0f32; 256];
     for (i, x) in x.iter().enumerate() {
         partial[i % 256] = x.mul_add(*x, partial[i % 256]);

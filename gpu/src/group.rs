@@ -23,7 +23,7 @@ pub const THREADS: u32 = 1024;
 pub struct GroupArgs {
     /// u32 `[tokens, k]`, each below `experts`, those of a token different.
     pub ids: Slice,
-    /// u32 `[min(experts, tokens * k), 4]`.
+    /// `[u32; 4]` `[min(experts, tokens * k)]`: expert, first slot, slots, 0.
     pub active: Slice,
     /// u32 `[1]`.
     pub n_active: Slice,
@@ -61,7 +61,7 @@ pub unsafe fn group_experts(args: GroupArgs) {
             Shared::<u32>::dynamic(0, args.experts),
             Shared::<u32>::dynamic(4 * args.experts, args.experts),
             Global::<u32>::new(args.ids),
-            GlobalMut::<u32>::new(args.active),
+            GlobalMut::<[u32; 4]>::new(args.active),
             GlobalMut::<u32>::new(args.slot_token),
             GlobalMut::<u32>::new(args.slot_expert),
             GlobalMut::<u32>::new(args.slot_of),
@@ -108,11 +108,8 @@ pub unsafe fn group_experts(args: GroupArgs) {
                 starts.store(e, start + sum - count);
             }
             if count > 0 {
-                let at = 4 * (listed + (votes & ((1 << lane) - 1)).count_ones());
-                active.store(at, e);
-                active.store(at + 1, start + sum - count);
-                active.store(at + 2, count);
-                active.store(at + 3, 0);
+                let at = listed + (votes & ((1 << lane) - 1)).count_ones();
+                active.store_v4(4 * at, [e, start + sum - count, count, 0]);
             }
             start += warp::shuffle_idx_u32(sum, 31);
             listed += votes.count_ones();

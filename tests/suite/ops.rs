@@ -163,7 +163,14 @@ const MLAS: [Mla; 4] = [
 pub fn latent<B: LoadExperts>(b: &B) {
     let mut rng = Rng::fresh();
     for mla in MLAS {
-        for (tokens, aligned) in [(0, true), (1, true), (1, false), (2, true), (5, false), (9, true)] {
+        for (tokens, aligned) in [
+            (0, true),
+            (1, true),
+            (1, false),
+            (2, true),
+            (5, false),
+            (9, true),
+        ] {
             let Mla {
                 heads,
                 nope,
@@ -268,7 +275,15 @@ pub fn index<B: LoadExperts>(b: &B) {
     let mut cases = vec![];
     for shape in [(1, 2), (4, 32), (3, 24), (8, 128), (2, 264)] {
         for top_k in [1, 16, 64] {
-            for range in [(0, 0), (0, 5), (14, 4), (63, 2), (64, 1), (130, 33), (257, 1)] {
+            for range in [
+                (0, 0),
+                (0, 5),
+                (14, 4),
+                (63, 2),
+                (64, 1),
+                (130, 33),
+                (257, 1),
+            ] {
                 cases.push((shape, top_k, range));
             }
         }

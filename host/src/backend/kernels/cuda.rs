@@ -102,8 +102,7 @@ impl Inner {
         self.synchronize()?;
         for address in free.into_values().flatten() {
             // SAFETY: allocated by `cuMemAlloc`, in nobody's hands, and the stream is done with it.
-            check(unsafe { sys::cuMemFree_v2(address) })
-                .map_err(|e| self.error("cuMemFree", e))?;
+            check(unsafe { sys::cuMemFree_v2(address) }).map_err(|e| self.error("cuMemFree", e))?;
         }
         Ok(())
     }
@@ -284,7 +283,11 @@ fn describe(ordinal: u32) -> Result<(CudaInfo, sys::Device), DeviceError> {
         capability,
         l2_bytes: get(attribute::L2_CACHE_SIZE)?.into(),
         memory_bytes: memory as u64,
-        ptx: if capability >= (9, 0) { "sm_90" } else { "sm_80" },
+        ptx: if capability >= (9, 0) {
+            "sm_90"
+        } else {
+            "sm_80"
+        },
     };
     if capability < (8, 0) {
         return Err(DeviceError::Unsupported {
@@ -592,10 +595,28 @@ mod tests {
 
     #[test]
     fn pool_sizes_waste_little() {
-        for bytes in [0, 1, 255, 256, 257, 4000, 4096, 4097, 1 << 20, (1 << 20) + 1, 3 << 30] {
+        for bytes in [
+            0,
+            1,
+            255,
+            256,
+            257,
+            4000,
+            4096,
+            4097,
+            1 << 20,
+            (1 << 20) + 1,
+            3 << 30,
+        ] {
             let size = pool_size(bytes);
-            assert!(size >= bytes.max(1) && size.is_multiple_of(ALIGNMENT), "{bytes}");
-            assert!(size <= bytes + bytes / 8 + ALIGNMENT, "{bytes} takes {size}");
+            assert!(
+                size >= bytes.max(1) && size.is_multiple_of(ALIGNMENT),
+                "{bytes}"
+            );
+            assert!(
+                size <= bytes + bytes / 8 + ALIGNMENT,
+                "{bytes} takes {size}"
+            );
             assert_eq!(pool_size(size), size);
         }
     }

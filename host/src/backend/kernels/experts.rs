@@ -269,7 +269,7 @@ impl<D: Device> KernelBackend<D> {
 
             let most = slots.min(experts.experts);
             let groups = Groups {
-                active: self.scratch(4 * most)?,
+                active: self.scratch(most)?,
                 n_active: self.scratch(1)?,
                 slot_token: self.scratch(slots)?,
                 slot_expert: self.scratch(slots)?,
@@ -490,7 +490,7 @@ impl<D: Device> KernelBackend<D> {
 
 /// Assignments on the device, as `group_experts` leaves them.
 struct Groups<M> {
-    active: Buffer<u32, M>,
+    active: Buffer<[u32; 4], M>,
     n_active: Buffer<u32, M>,
     slot_token: Buffer<u32, M>,
     slot_expert: Buffer<u32, M>,
@@ -553,8 +553,7 @@ impl<D: Device> KernelBackend<D> {
             for kind in MatrixKind::ALL {
                 let m = record.matrix(kind);
                 let (rows, cols) = shape.dims(kind);
-                for (field, found, expected) in
-                    [("rows", m.rows, rows), ("columns", m.cols, cols)]
+                for (field, found, expected) in [("rows", m.rows, rows), ("columns", m.cols, cols)]
                 {
                     if found != expected {
                         return Err(KernelError::Matrix {

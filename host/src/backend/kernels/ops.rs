@@ -315,8 +315,7 @@ impl<D: Device> Backend for KernelBackend<D> {
 
     fn alloc<T: Pod>(&self, len: usize) -> Result<Self::Buf<T>> {
         let buf = self.scratch::<T>(len)?;
-        self.device
-            .fill(&buf.memory, 0, len * size_of::<T>(), 0)?;
+        self.device.fill(&buf.memory, 0, len * size_of::<T>(), 0)?;
         Ok(buf)
     }
 
@@ -341,8 +340,11 @@ impl<D: Device> Backend for KernelBackend<D> {
         self.device
             .download(&buf.memory, offset * size_of::<T>(), out)?;
         let mut faults = [0u32];
-        self.device
-            .download(&self.faults.memory, 0, bytemuck::cast_slice_mut(&mut faults))?;
+        self.device.download(
+            &self.faults.memory,
+            0,
+            bytemuck::cast_slice_mut(&mut faults),
+        )?;
         match faults[0] {
             0 => Ok(()),
             jobs => Err(KernelError::Corrupt { jobs }),
@@ -583,9 +585,7 @@ impl<D: Device> Backend for KernelBackend<D> {
         let at_once = plan::tokens_at_once(tokens, 4 * states * (mla.latent + 2));
         let softmax = self.scratch::<f32>(2 * at_once * states)?;
         let partial = self.scratch::<f32>(at_once * states * mla.latent)?;
-        let vector = q.aligned()
-            && width.is_multiple_of(8)
-            && cache.addr.is_multiple_of(16);
+        let vector = q.aligned() && width.is_multiple_of(8) && cache.addr.is_multiple_of(16);
         for start in (0..tokens).step_by(at_once) {
             let n = at_once.min(tokens - start);
             let args = gpu::attention::AttentionArgs {
@@ -665,8 +665,7 @@ impl<D: Device> Backend for KernelBackend<D> {
         let scored = seen > index.top_k;
         let at_once = plan::tokens_at_once(tokens, if scored { 4 * seen } else { 0 });
         let scores = self.scratch::<f32>(if scored { at_once * seen } else { 0 })?;
-        let vector =
-            q.aligned() && index.dim.is_multiple_of(8) && keys.addr.is_multiple_of(16);
+        let vector = q.aligned() && index.dim.is_multiple_of(8) && keys.addr.is_multiple_of(16);
         for start in (0..tokens).step_by(at_once) {
             let n = at_once.min(tokens - start);
             let args = gpu::index::IndexArgs {
@@ -717,13 +716,25 @@ impl<D: Device> Backend for KernelBackend<D> {
             })
         };
         if router.top_k > n {
-            return bad("router: experts a token", router.top_k, "at most the experts");
+            return bad(
+                "router: experts a token",
+                router.top_k,
+                "at most the experts",
+            );
         }
         if !n.is_multiple_of(groups) || groups > 1 && n / groups < 2 {
-            return bad("router: groups", groups, "groups of equal size, two experts or more");
+            return bad(
+                "router: groups",
+                groups,
+                "groups of equal size, two experts or more",
+            );
         }
         if router.top_groups > groups {
-            return bad("router: groups chosen", router.top_groups, "at most the groups");
+            return bad(
+                "router: groups chosen",
+                router.top_groups,
+                "at most the groups",
+            );
         }
         let logits = input("route: logits", logits, tokens, n)?;
         let args = gpu::route::RouteArgs {
