@@ -1,14 +1,11 @@
-//! Every operator of the kernel back end against the reference, bit for bit: on the emulator, and
-//! on CUDA where there is a driver.
+//! Every operator of every back end against the reference, bit for bit: the CPU, the kernels on the
+//! emulator, and the kernels on CUDA where there is a driver (`ANSATZ_REQUIRE_CUDA` makes its
+//! absence a failure).
 
 mod suite;
 
-use host::backend::kernels::{EmulatedDevice, KernelBackend, KernelError};
-
-fn emulator() -> Result<KernelBackend<EmulatedDevice>, KernelError> {
-    KernelBackend::new(EmulatedDevice::default())
-}
-
 suite! {
-    emulator = super::emulator();
+    cpu = host::backend::cpu::Cpu::new();
+    emulator = crate::suite::emulator();
+    cuda = crate::suite::cuda();
 }

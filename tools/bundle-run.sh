@@ -18,7 +18,7 @@ esac
 case " $parts " in *" sanitizer "*)
     for tool in memcheck racecheck; do
         for t in tests/kernels*; do
-            part compute-sanitizer --tool "$tool" --error-exitcode 9 "$t" cuda_small
+            part compute-sanitizer --tool "$tool" --error-exitcode 9 "$t" cuda
         done
     done
     ;;

@@ -89,7 +89,7 @@ pub fn bf16(bits: u16) -> f32 {
 }
 
 /// `e^x`. Exactly 1 at 0; 0 below -87.3, finite above 88.7 (the argument is clamped); at most
-/// 1.2 ulp from the true value in between (measured over every f32, `tests/arith.rs`).
+/// 1.03 ulp from the true value in between (measured over every f32, `tests/arith.rs`).
 ///
 /// `n = rint(x / ln 2)`, `r = x - n ln 2` in two parts, a polynomial of degree 6 (Cephes
 /// `expf` coefficients), then `2^n` through the exponent field.
@@ -115,13 +115,15 @@ pub fn exp(x: f32) -> f32 {
         * f32::from_bits(((n - half + 127) as u32) << 23)
 }
 
-/// Logistic function `1 / (1 + e^-x)`.
+/// Logistic function `1 / (1 + e^-x)`, at most 2.5 ulp from the true value for `x > -87.3`
+/// (measured over every f32); below that `1 / (1 + e^88.7)`.
 #[inline(always)]
 pub fn sigmoid(x: f32) -> f32 {
     1.0 / (1.0 + exp(-x))
 }
 
-/// `x * sigmoid(x)`, computed as `x / (1 + e^-x)`.
+/// `x * sigmoid(x)`, computed as `x / (1 + e^-x)`: at most 2.5 ulp from the true value for
+/// `x > -87` (measured over every f32).
 #[inline(always)]
 pub fn silu(x: f32) -> f32 {
     x / (1.0 + exp(-x))

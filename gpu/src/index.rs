@@ -148,7 +148,7 @@ fn scores<const V: bool>(args: IndexArgs) {
 ///
 /// # Safety
 /// The views must be live and as long as [`IndexArgs`] says.
-#[kernel(threads = 256)]
+#[kernel(threads = 256, min_blocks = 1)]
 pub unsafe fn index_scores(args: IndexArgs) {
     if args.vector != 0 {
         scores::<true>(args);

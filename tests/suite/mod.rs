@@ -8,10 +8,35 @@
 pub mod experts;
 pub mod ops;
 
+use std::sync::OnceLock;
 use std::time::{SystemTime, UNIX_EPOCH};
 
+use host::backend::kernels::{CudaDevice, EmulatedDevice, KernelBackend, KernelError};
 use host::backend::reference::Reference;
 use host::backend::{LoadExperts, Rows, RowsMut};
+
+/// The kernels on the emulator.
+pub fn emulator() -> Result<KernelBackend<EmulatedDevice>, KernelError> {
+    KernelBackend::new(EmulatedDevice::default())
+}
+
+/// The kernels on the first CUDA device, opened once; an error where there is none.
+///
+/// # Panics
+/// If there is a device but it does not open, or none but `ANSATZ_REQUIRE_CUDA` is set.
+pub fn cuda() -> Result<KernelBackend<CudaDevice>, &'static str> {
+    static DEVICE: OnceLock<Option<CudaDevice>> = OnceLock::new();
+    let device = DEVICE.get_or_init(|| {
+        if CudaDevice::count() == 0 && std::env::var_os("ANSATZ_REQUIRE_CUDA").is_none() {
+            return None;
+        }
+        Some(CudaDevice::new(0).unwrap())
+    });
+    match device {
+        Some(device) => Ok(KernelBackend::new(device.clone()).unwrap()),
+        None => Err("no CUDA device"),
+    }
+}
 
 /// SplitMix64.
 pub struct Rng(pub u64);

@@ -334,7 +334,7 @@ pub fn route<B: LoadExperts>(b: &B) {
         (256, 8, 8, 4),
         (12, 3, 4, 2),
         (12, 2, 6, 2),
-        (12, 5, 6, 2),
+        (12, 4, 6, 2),
     ] {
         for tokens in TOKENS {
             for normalise in [false, true] {

@@ -6,6 +6,7 @@ use thiserror::Error;
 
 use crate::backend::LoadExperts;
 use crate::backend::cpu::Cpu;
+use crate::backend::kernels::{CudaDevice, KernelBackend, KernelError};
 use crate::backend::reference::Reference;
 use crate::expert::{Form, Tier};
 use crate::model::{Config, Model, ModelError, Session, Source, Wanted};
@@ -200,19 +201,34 @@ pub fn open(
         progress: &mut |done| progress(done, layers),
     };
     match options.device {
-        Device::Cuda => Err(EngineError::Device {
-            device: "cuda",
-            why: "this build has no CUDA back end; use --device cpu".into(),
-        }),
-        Device::Auto | Device::Cpu => {
-            let cpu = Cpu::new().map_err(|e| EngineError::Device {
-                device: "cpu",
-                why: e.to_string(),
-            })?;
-            load.on(cpu, false)
-        }
+        Device::Cuda => load.on(cuda()?, true),
+        Device::Auto if CudaDevice::count() > 0 => match cuda() {
+            Ok(backend) => load.on(backend, true),
+            Err(error) => {
+                tracing::warn!("using the CPU: {error}");
+                load.on(cpu()?, false)
+            }
+        },
+        Device::Auto | Device::Cpu => load.on(cpu()?, false),
         Device::Reference => load.on(Reference, false),
     }
+}
+
+fn cuda() -> Result<KernelBackend<CudaDevice>, EngineError> {
+    let backend = CudaDevice::new(0)
+        .map_err(KernelError::from)
+        .and_then(KernelBackend::new);
+    backend.map_err(|e| EngineError::Device {
+        device: "cuda",
+        why: e.to_string(),
+    })
+}
+
+fn cpu() -> Result<Cpu, EngineError> {
+    Cpu::new().map_err(|e| EngineError::Device {
+        device: "cpu",
+        why: e.to_string(),
+    })
 }
 
 struct Load<'a> {

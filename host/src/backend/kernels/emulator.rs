@@ -18,7 +18,7 @@ impl EmulatedDevice {
     /// Shared memory of compute capability 9.0, but few multiprocessors: grids that follow from
     /// their number stay small.
     pub const LIMITS: DeviceLimits = DeviceLimits {
-        sms: 4,
+        sms: 2,
         shared_per_block: 227 << 10,
         shared_per_sm: 228 << 10,
         threads_per_sm: 2048,
