@@ -218,37 +218,64 @@ impl ExpertSource for Memory<'_> {
     }
 }
 
+/// A small geometry.
+pub fn small() -> ExpertShape {
+    ExpertShape {
+        hidden: 128,
+        intermediate: 64,
+        scales: ScaleKind::Row,
+    }
+}
+
+/// An archive in a folder of its own.
+pub struct Packed {
+    pub archive: Archive,
+    _folder: tempfile::TempDir,
+}
+
+fn packed(
+    shape: ExpertShape,
+    raw: &[[RawMatrix<'static>; 3]],
+    codec: CodecChoice,
+    symbol: Symbol,
+) -> Packed {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("experts.ansx");
+    let options = PackOptions {
+        codec,
+        symbols: SymbolChoice::Always(symbol),
+        // Several blocks a matrix, however small.
+        block_nibbles: Some(6000),
+    };
+    let source = Memory { shape, layer: raw };
+    pack(&source, &options, &file, |_| (), || false).unwrap();
+    Packed {
+        archive: Archive::open(&file).unwrap(),
+        _folder: folder,
+    }
+}
+
+/// An archive of one layer of coded experts.
+pub fn archive(rng: &mut Rng, shape: ExpertShape, experts: usize, symbol: Symbol) -> Packed {
+    let raw = layer(rng, &shape, experts, |_| Data::Normal);
+    packed(shape, &raw, CodecChoice::Rans, symbol)
+}
+
 /// Packs a layer, checks all forms for the numbers of tokens given.
 fn coded<B: LoadExperts>(
     b: &B,
     rng: &mut Rng,
     shape: ExpertShape,
     raw: &[[RawMatrix<'static>; 3]],
-    (codec, symbols): (CodecChoice, SymbolChoice),
+    (codec, symbol): (CodecChoice, Symbol),
     tokens: &[usize],
 ) {
-    let folder = tempfile::tempdir().unwrap();
-    let file = folder.path().join("experts.ansx");
-    let options = PackOptions {
-        codec,
-        symbols,
-        // Several blocks a matrix, however small.
-        block_nibbles: Some(6000),
-    };
-    pack(
-        &Memory { shape, layer: raw },
-        &options,
-        &file,
-        |_| (),
-        || false,
-    )
-    .unwrap();
-    let archive = Archive::open(&file).unwrap();
+    let packed = packed(shape, raw, codec, symbol);
     for form in [Form::Fused, Form::Unfused] {
         for &tokens in tokens {
             let mut case = Experts::new(rng, shape, raw, 3, tokens);
-            case.archive = Some((&archive, form));
-            let what = format!("{symbols:?} experts {shape:?}, {form:?}, {tokens} tokens");
+            case.archive = Some((&packed.archive, form));
+            let what = format!("{symbol:?} experts {shape:?}, {form:?}, {tokens} tokens");
             check(&what, b, &case);
         }
     }
@@ -270,8 +297,8 @@ pub fn coded_experts<B: LoadExperts>(b: &B) {
                 scales,
             };
             let raw = layer(&mut rng, &shape, 4, |_| Data::Normal);
-            for symbols in [Symbol::Pair, Symbol::Triple] {
-                let choice = (CodecChoice::Rans, SymbolChoice::Always(symbols));
+            for symbol in [Symbol::Pair, Symbol::Triple] {
+                let choice = (CodecChoice::Rans, symbol);
                 coded(b, &mut rng, shape, &raw, choice, tokens);
             }
         }
@@ -287,8 +314,8 @@ pub fn mixed_codecs<B: LoadExperts>(b: &B) {
     };
     // Uniform nibbles do not shrink: those matrices stay raw beside coded ones.
     let raw = layer(&mut rng, &shape, 6, |rng| DATA[rng.below(4)]);
-    for symbols in [Symbol::Pair, Symbol::Triple] {
-        let choice = (CodecChoice::Auto, SymbolChoice::Always(symbols));
+    for symbol in [Symbol::Pair, Symbol::Triple] {
+        let choice = (CodecChoice::Auto, symbol);
         coded(b, &mut rng, shape, &raw, choice, &[1, 8]);
     }
 }
