@@ -5,15 +5,19 @@
 //! unfused (decode to scratch, then raw). Outputs start as a pattern, so that what a kernel must
 //! leave alone is checked as well as what it must write.
 
+use std::sync::OnceLock;
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use cuda_std::emulator::{Memory, launch};
 use cuda_std::mem::Slice;
 use gpu::abi::{CODEC_RAW, ExpertArgs, MatrixDesc, SCALES_AMAX, SCALES_F32, rans_codec};
 use gpu::arith::scale_from_amax;
 use gpu::coded_plan;
-use gpu::launch::{DeviceLimits, Launch};
 use gpu::layout::{Blocks, Folds, Symbol};
+use host::backend::kernels::{
+    CudaDevice, DecodeRansPair, DecodeRansTriple, Device, DeviceLimits, DeviceMemory,
+    EmulatedDevice, Launch, MatmulRansPair, MatmulRansSharedPair, MatmulRansSharedTriple,
+    MatmulRansTriple, MatmulRaw, MatmulRawTokens,
+};
 use host::codec::{Encoded, Table, count_symbols, encode};
 
 /// Kernels of this suite.
@@ -26,65 +30,67 @@ enum Kernel {
     Decode(Symbol),
 }
 
-/// What runs kernels.
-trait Runner {
-    type Memory;
-    fn limits(&self) -> DeviceLimits;
-    fn upload(&self, words: &[u32]) -> Self::Memory;
-    fn address(&self, memory: &Self::Memory) -> u64;
-    fn download(&self, memory: &Self::Memory) -> Vec<u32>;
-    fn launch(&self, kernel: Kernel, launch: &Launch, args: &ExpertArgs) -> Result<(), String>;
+/// What the suite asks of a device; a failure is a kernel's, or a defect of the suite.
+struct On<D>(D);
+
+impl<D: Device> On<D> {
+    fn upload(&self, words: &[u32]) -> D::Memory {
+        let memory = self.0.allocate(4 * words.len()).unwrap();
+        self.0
+            .upload(&memory, 0, bytemuck::cast_slice(words))
+            .unwrap();
+        memory
+    }
+
+    fn download(&self, memory: &D::Memory) -> Vec<u32> {
+        let mut words = vec![0; memory.size() / 4];
+        self.0
+            .download(memory, 0, bytemuck::cast_slice_mut(&mut words))
+            .unwrap();
+        words
+    }
+
+    fn launch(&self, kernel: Kernel, launch: &Launch, args: &ExpertArgs) -> Result<(), String> {
+        // SAFETY: the suite's buffers are as `ExpertArgs` says, and live until the results are read.
+        let done = unsafe {
+            match kernel {
+                Kernel::Raw => self.0.launch::<MatmulRaw>(*launch, *args),
+                Kernel::RawTokens => self.0.launch::<MatmulRawTokens>(*launch, *args),
+                Kernel::Rans(Symbol::Pair) => self.0.launch::<MatmulRansPair>(*launch, *args),
+                Kernel::Rans(Symbol::Triple) => self.0.launch::<MatmulRansTriple>(*launch, *args),
+                Kernel::RansShared(Symbol::Pair) => {
+                    self.0.launch::<MatmulRansSharedPair>(*launch, *args)
+                }
+                Kernel::RansShared(Symbol::Triple) => {
+                    self.0.launch::<MatmulRansSharedTriple>(*launch, *args)
+                }
+                Kernel::Decode(Symbol::Pair) => self.0.launch::<DecodeRansPair>(*launch, *args),
+                Kernel::Decode(Symbol::Triple) => self.0.launch::<DecodeRansTriple>(*launch, *args),
+            }
+        };
+        done.and_then(|()| self.0.synchronize())
+            .map_err(|e| format!("{kernel:?}: {e}"))
+    }
 }
 
-/// The emulator.
-struct Emulated(DeviceLimits);
+/// The emulator, with the shared memory of an H200 on few multiprocessors.
+fn emulated() -> Option<On<EmulatedDevice>> {
+    Some(On(EmulatedDevice::new(DeviceLimits {
+        sms: 2,
+        ..EmulatedDevice::LIMITS
+    })))
+}
 
-/// Shared memory of an H200 on few multiprocessors.
-const EMULATED: Emulated = Emulated(DeviceLimits {
-    sms: 2,
-    shared_per_block: 227 << 10,
-    shared_per_sm: 228 << 10,
-    threads_per_sm: 2048,
-});
-
-impl Runner for Emulated {
-    type Memory = Memory<u32>;
-
-    fn limits(&self) -> DeviceLimits {
-        self.0
-    }
-    fn upload(&self, words: &[u32]) -> Memory<u32> {
-        Memory::from_slice(words)
-    }
-    fn address(&self, memory: &Memory<u32>) -> u64 {
-        memory.slice().addr
-    }
-    fn download(&self, memory: &Memory<u32>) -> Vec<u32> {
-        memory.to_vec()
-    }
-    fn launch(&self, kernel: Kernel, l: &Launch, args: &ExpertArgs) -> Result<(), String> {
-        use gpu::decode_rans::{decode_rans_pair, decode_rans_triple};
-        use gpu::matmul_rans::{matmul_rans_pair, matmul_rans_triple};
-        use gpu::matmul_rans_shared::{matmul_rans_shared_pair, matmul_rans_shared_triple};
-        use gpu::matmul_raw::{matmul_raw, matmul_raw_tokens};
-        let (args, function): (ExpertArgs, unsafe fn(ExpertArgs)) = match kernel {
-            Kernel::Raw => (*args, matmul_raw),
-            Kernel::RawTokens => (*args, matmul_raw_tokens),
-            Kernel::Rans(Symbol::Pair) => (*args, matmul_rans_pair),
-            Kernel::Rans(Symbol::Triple) => (*args, matmul_rans_triple),
-            Kernel::RansShared(Symbol::Pair) => (*args, matmul_rans_shared_pair),
-            Kernel::RansShared(Symbol::Triple) => (*args, matmul_rans_shared_triple),
-            Kernel::Decode(Symbol::Pair) => (*args, decode_rans_pair),
-            Kernel::Decode(Symbol::Triple) => (*args, decode_rans_triple),
-        };
-        let name = format!("{kernel:?}");
-        // SAFETY: the suite's buffers are as `ExpertArgs` says.
-        launch(&name, l.grid[0], l.threads, l.shared, || unsafe {
-            function(args)
-        })
-        .map(|_| ())
-        .map_err(|e| e.to_string())
-    }
+/// The first CUDA device; `None` where there is none, unless `ANSATZ_REQUIRE_CUDA` is set.
+fn cuda() -> Option<On<CudaDevice>> {
+    static DEVICE: OnceLock<Option<CudaDevice>> = OnceLock::new();
+    let device = DEVICE.get_or_init(|| {
+        if CudaDevice::count() == 0 && std::env::var_os("ANSATZ_REQUIRE_CUDA").is_none() {
+            return None;
+        }
+        Some(CudaDevice::new(0).unwrap())
+    });
+    device.clone().map(On)
 }
 
 /// SplitMix64.
@@ -266,8 +272,8 @@ fn words(bytes: &[u8]) -> Vec<u32> {
 const PATTERN: u32 = 0xdead_beef;
 
 /// A case in a device's memory.
-struct Layer<'a, R: Runner> {
-    runner: &'a R,
+struct Layer<'a, D: Device> {
+    runner: &'a On<D>,
     case: &'a Case,
     folds: Folds,
     /// Experts by three; those that no token goes to are there as well.
@@ -278,14 +284,14 @@ struct Layer<'a, R: Runner> {
     row_map: Vec<u32>,
     x: Vec<i16>,
     args: ExpertArgs,
-    keep: Vec<R::Memory>,
-    out: R::Memory,
-    scratch: R::Memory,
-    faults: R::Memory,
+    keep: Vec<D::Memory>,
+    out: D::Memory,
+    scratch: D::Memory,
+    faults: D::Memory,
 }
 
-impl<'a, R: Runner> Layer<'a, R> {
-    fn new(runner: &'a R, case: &'a Case, rng: &mut Rng) -> Self {
+impl<'a, D: Device> Layer<'a, D> {
+    fn new(runner: &'a On<D>, case: &'a Case, rng: &mut Rng) -> Self {
         let folds = Folds::new(case.cols).unwrap();
         let experts = 2 * case.tokens.len() + 1;
         let mut matrices: Vec<Matrix> = (0..3 * experts)
@@ -343,7 +349,7 @@ impl<'a, R: Runner> Layer<'a, R> {
         let mut keep = Vec::new();
         let mut put = |data: &[u32], len: usize| {
             let memory = runner.upload(data);
-            let slice = Slice::new(runner.address(&memory), len as u64);
+            let slice = Slice::new(memory.address(), len as u64);
             keep.push(memory);
             slice
         };
@@ -393,9 +399,9 @@ impl<'a, R: Runner> Layer<'a, R> {
                 true => Slice::EMPTY,
                 false => put(&row_map, row_map.len()),
             },
-            out: Slice::new(runner.address(&out), out_len as u64),
+            out: Slice::new(out.address(), out_len as u64),
             scratch: Slice::EMPTY,
-            faults: Slice::new(runner.address(&faults), 1),
+            faults: Slice::new(faults.address(), 1),
             first: case.first as u32,
             count: case.count as u32,
             slots: slots as u32,
@@ -425,7 +431,7 @@ impl<'a, R: Runner> Layer<'a, R> {
     /// Launches what covers the layer.
     fn run(&mut self) -> Result<(), String> {
         let case = self.case;
-        let limits = self.runner.limits();
+        let limits = *self.runner.0.limits();
         let most = case.tokens.iter().copied().max().unwrap() as u32;
         let matrices = (self.active.len() * case.count) as u64;
         for symbol in [Symbol::Pair, Symbol::Triple] {
@@ -436,7 +442,7 @@ impl<'a, R: Runner> Layer<'a, R> {
             let blocks = Blocks::new(case.rows, case.cols, symbol).unwrap();
             let jobs = matrices * blocks.jobs() as u64;
             let mut args = self.args;
-            args.table = Slice::new(self.runner.address(&memory), table.entries().len() as u64);
+            args.table = Slice::new(memory.address(), table.entries().len() as u64);
             args.blocks = blocks.blocks as u32;
             self.keep.push(memory);
             if case.unfused {
@@ -480,7 +486,7 @@ impl<'a, R: Runner> Layer<'a, R> {
 
     fn scratch(&self) -> Slice {
         let words = self.active.len() * self.case.count * self.case.rows * self.case.cols / 8;
-        Slice::new(self.runner.address(&self.scratch), words as u64)
+        Slice::new(self.scratch.address(), words as u64)
     }
 
     /// Compares everything with plain loops.
@@ -528,7 +534,7 @@ impl<'a, R: Runner> Layer<'a, R> {
     }
 }
 
-fn check<R: Runner>(runner: &R, case: &Case, rng: &mut Rng) {
+fn check<D: Device>(runner: &On<D>, case: &Case, rng: &mut Rng) {
     let mut layer = Layer::new(runner, case, rng);
     if let Err(error) = layer.run() {
         panic!("{case:?}: {error}");
@@ -562,7 +568,7 @@ const ROWS: [usize; 18] = [
 ];
 
 /// Every width with each codec; rows, data and scales vary.
-fn every_width<R: Runner>(runner: &R) {
+fn every_width<D: Device>(runner: &On<D>) {
     let mut rng = Rng::fresh();
     for cols in COLS {
         for codec in [Codec::Raw, PAIR, TRIPLE] {
@@ -581,7 +587,7 @@ fn every_width<R: Runner>(runner: &R) {
 }
 
 /// Every number of rows, at widths on either side of the register form.
-fn every_height<R: Runner>(runner: &R) {
+fn every_height<D: Device>(runner: &On<D>) {
     let mut rng = Rng::fresh();
     for rows in ROWS {
         for codec in [Codec::Raw, PAIR, TRIPLE] {
@@ -596,7 +602,7 @@ fn every_height<R: Runner>(runner: &R) {
 }
 
 /// 1 to 33 tokens, more than are staged at a time, several experts.
-fn several_tokens<R: Runner>(runner: &R) {
+fn several_tokens<D: Device>(runner: &On<D>) {
     let mut rng = Rng::fresh();
     for tokens in [vec![2], vec![7, 1], vec![8], vec![33, 2, 1], vec![1, 1, 9]] {
         for cols in [64, 192, 512, 1536, 2048, 3072] {
@@ -614,7 +620,7 @@ fn several_tokens<R: Runner>(runner: &R) {
 }
 
 /// Layers whose matrices have different codecs.
-fn mixed_codecs<R: Runner>(runner: &R) {
+fn mixed_codecs<D: Device>(runner: &On<D>) {
     let mut rng = Rng::fresh();
     for unfused in [false, true] {
         for grouped in [false, true] {
@@ -632,7 +638,7 @@ fn mixed_codecs<R: Runner>(runner: &R) {
 }
 
 /// The shapes of GLM-5.2's experts.
-fn large<R: Runner>(runner: &R) {
+fn large<D: Device>(runner: &On<D>) {
     let mut rng = Rng::fresh();
     for (rows, cols, codec, unfused) in [
         (2048, 6144, TRIPLE, false),
@@ -650,7 +656,7 @@ fn large<R: Runner>(runner: &R) {
 
 /// Damaged streams and offsets: no access out of bounds (the emulator would say so), no endless
 /// loop, and nearly always a fault counted.
-fn damaged<R: Runner>(runner: &R) {
+fn damaged<D: Device>(runner: &On<D>) {
     let mut rng = Rng::fresh();
     let (mut faults, mut runs) = (0, 0);
     for round in 0..24 {
@@ -683,8 +689,8 @@ fn damaged<R: Runner>(runner: &R) {
         }
         let (s, o) = (runner.upload(&stream), runner.upload(&offsets));
         let desc = MatrixDesc {
-            stream: Slice::new(runner.address(&s), stream.len() as u64),
-            blocks: Slice::new(runner.address(&o), offsets.len() as u64),
+            stream: Slice::new(s.address(), stream.len() as u64),
+            blocks: Slice::new(o.address(), offsets.len() as u64),
             scales: Slice::EMPTY,
             codec: match codec {
                 Codec::Rans(symbol) => rans_codec(symbol),
@@ -697,7 +703,7 @@ fn damaged<R: Runner>(runner: &R) {
         };
         let descs = [desc; 9];
         let memory = runner.upload(bytemuck::cast_slice(&descs));
-        layer.args.descs = Slice::new(runner.address(&memory), 9);
+        layer.args.descs = Slice::new(memory.address(), 9);
         layer.keep.extend([s, o, memory]);
         if let Err(error) = layer.run() {
             panic!("{case:?}, damage {}: {error}", round % 4);
@@ -713,21 +719,29 @@ fn damaged<R: Runner>(runner: &R) {
 }
 
 macro_rules! suite {
-    ($module:ident, $runner:expr, $($case:ident),*) => {
+    ($module:ident, $device:expr, $($case:ident),*) => {
         mod $module {
             $(
                 #[test]
                 fn $case() {
-                    super::$case(&$runner);
+                    match $device {
+                        Some(device) => super::$case(&device),
+                        None => println!("skipped: no such device"),
+                    }
                 }
             )*
         }
     };
 }
 
-suite!(
-    emulator,
-    crate::EMULATED,
+macro_rules! suites {
+    ($($case:ident),*) => {
+        suite!(emulator, crate::emulated(), $($case),*);
+        suite!(cuda, crate::cuda(), $($case),*);
+    };
+}
+
+suites!(
     every_width,
     every_height,
     several_tokens,
