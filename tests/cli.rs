@@ -8,6 +8,7 @@ use std::sync::OnceLock;
 
 use assert_cmd::Command;
 use host::archive::{PackOptions, SafetensorsExperts, pack};
+use host::backend::kernels::CudaDevice;
 use host::expert::ScaleKind;
 use host::tokenizer::Tokenizer;
 use predicates::prelude::*;
@@ -72,6 +73,9 @@ fn raw_and_coded_experts_give_the_same_logits() {
         let file = dir.path().join(name);
         let mut command = host(&["generate", "-m"]);
         command.arg(tiny()).args(PROMPT).args(args);
+        if !args.contains(&"--device") {
+            command.args(["--device", "cpu"]);
+        }
         command.args(["-n", "30", "--temp", "0", "--json", "--logits"]);
         let object = json(command.arg(&file));
         let tier = object["placement"]["tiers"][0].clone();
@@ -96,6 +100,48 @@ fn raw_and_coded_experts_give_the_same_logits() {
         .collect();
     for (row, id) in rows.iter().zip(files[0].1.as_array().unwrap()) {
         assert_eq!(host::sample::greedy(row) as u64, id.as_u64().unwrap());
+    }
+}
+
+/// The GPU's kernels give the CPU's logits; in the emulator, and on a GPU where there is one.
+#[test]
+fn devices_give_the_same_logits() {
+    let dir = tempfile::tempdir().unwrap();
+    let run = |name: &str, args: &[&str]| {
+        let file = dir.path().join(name);
+        let mut command = host(&["generate", "-m"]);
+        command.arg(tiny()).args(PROMPT).args(args);
+        command.args(["-n", "2", "--temp", "0", "--json", "--logits"]);
+        json(command.arg(&file));
+        fs::read(file).unwrap()
+    };
+    let want = run("cpu", &["--device", "cpu"]);
+    let mut devices = vec!["emulator"];
+    if CudaDevice::count() > 0 {
+        devices.push("cuda");
+    }
+    for device in devices {
+        for args in [
+            &["--tier", "raw"][..],
+            &["--tier", "ans", "--kernel", "fused"],
+            &["--tier", "ans", "--kernel", "unfused"],
+        ] {
+            let args = [&["--device", device], args].concat();
+            assert!(run("device", &args) == want, "{args:?}");
+        }
+    }
+}
+
+#[test]
+fn cuda_without_a_driver_is_refused() {
+    if CudaDevice::count() == 0 {
+        let cuda = ["--device", "cuda"];
+        let mut command = host(&["generate", "-m"]);
+        refused(
+            command.arg(tiny()).args(PROMPT).args(cuda),
+            1,
+            &["--device cuda", "; "],
+        );
     }
 }
 

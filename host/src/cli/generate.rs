@@ -41,6 +41,8 @@ enum DeviceArg {
     Cpu,
     Cuda,
     #[value(hide = true)]
+    Emulator,
+    #[value(hide = true)]
     Reference,
 }
 
@@ -73,6 +75,7 @@ impl EngineArgs {
                 DeviceArg::Auto => Device::Auto,
                 DeviceArg::Cpu => Device::Cpu,
                 DeviceArg::Cuda => Device::Cuda,
+                DeviceArg::Emulator => Device::Emulator,
                 DeviceArg::Reference => Device::Reference,
             },
             tier: self.tier.map(|t| match t {

@@ -6,7 +6,7 @@ use thiserror::Error;
 
 use crate::backend::LoadExperts;
 use crate::backend::cpu::Cpu;
-use crate::backend::kernels::{CudaDevice, KernelBackend, KernelError};
+use crate::backend::kernels::{CudaDevice, EmulatedDevice, KernelBackend, KernelError};
 use crate::backend::reference::Reference;
 use crate::expert::{Form, Tier};
 use crate::model::{Config, Model, ModelError, Session, Source, Wanted};
@@ -20,6 +20,8 @@ pub enum Device {
     Cpu,
     /// An NVIDIA GPU.
     Cuda,
+    /// The GPU's kernels on the CPU, every access checked; for tests.
+    Emulator,
     /// The plain reference, for tests.
     Reference,
 }
@@ -210,6 +212,7 @@ pub fn open(
             }
         },
         Device::Auto | Device::Cpu => load.on(cpu()?, false),
+        Device::Emulator => load.on(emulator()?, false),
         Device::Reference => load.on(Reference, false),
     }
 }
@@ -220,6 +223,13 @@ fn cuda() -> Result<KernelBackend<CudaDevice>, EngineError> {
         .and_then(KernelBackend::new);
     backend.map_err(|e| EngineError::Device {
         device: "cuda",
+        why: e.to_string(),
+    })
+}
+
+fn emulator() -> Result<KernelBackend<EmulatedDevice>, EngineError> {
+    KernelBackend::new(EmulatedDevice::default()).map_err(|e| EngineError::Device {
+        device: "emulator",
         why: e.to_string(),
     })
 }
