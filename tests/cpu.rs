@@ -707,3 +707,93 @@ fn wrong_experts_are_refused() {
         .unwrap();
     assert!(error.to_string().contains("100 columns"), "{error}");
 }
+
+fn host() -> assert_cmd::Command {
+    let mut command = assert_cmd::Command::new(env!("CARGO_BIN_EXE_host"));
+    command.env_remove("ANSATZ_CPU");
+    command
+}
+
+fn json(out: &[u8]) -> serde_json::Value {
+    serde_json::from_slice(out).unwrap()
+}
+
+#[test]
+fn doctor_says_what_there_is() {
+    let done = host().args(["doctor", "--json"]).assert().success();
+    let found = json(&done.get_output().stdout);
+    assert_eq!(found["ok"], true);
+    assert_eq!(found["cpu"]["arm"], Arm::best().name());
+    assert!(found["model"]["layers"].as_u64().unwrap() > 0);
+    let done = host().arg("doctor").assert().success();
+    let text = String::from_utf8(done.get_output().stdout.clone()).unwrap();
+    assert!(text.contains("`host generate` runs on"), "{text}");
+}
+
+#[test]
+fn doctor_fails_where_generate_would() {
+    let dir = tempfile::tempdir().unwrap();
+    let done = host()
+        .arg("doctor")
+        .arg("-m")
+        .arg(dir.path())
+        .assert()
+        .code(1);
+    let error = String::from_utf8(done.get_output().stderr.clone()).unwrap();
+    assert!(
+        error.lines().count() == 1 && error.contains("config.json"),
+        "{error}"
+    );
+    let done = host()
+        .arg("doctor")
+        .env("ANSATZ_CPU", "sse9")
+        .assert()
+        .code(1);
+    let error = String::from_utf8(done.get_output().stderr.clone()).unwrap();
+    assert!(error.contains("unknown CPU arm `sse9`"), "{error}");
+}
+
+#[test]
+fn bench_checks_and_times() {
+    let bench = |args: &[&str]| {
+        let mut command = host();
+        command.args([
+            "bench",
+            "kernels",
+            "--shape",
+            "256,128",
+            "--experts",
+            "2",
+            "--cache",
+            "0",
+        ]);
+        command.args(["--runs", "2"]).args(args);
+        command
+    };
+    let args = [
+        "--device", "cpu", "--scales", "row,g64", "--tokens", "1,3", "--json",
+    ];
+    let done = bench(&args).assert().success();
+    let rows = json(&done.get_output().stdout);
+    let rows = rows.as_array().unwrap();
+    // Scales, tokens, forms, stages.
+    assert_eq!(rows.len(), 2 * 2 * 3 * 3);
+    for row in rows {
+        assert_eq!(row["bits_of_difference"], 0);
+        assert!(row["raw_equivalent_gb_s"].as_f64().unwrap() > 0.0);
+    }
+    let done = bench(&["--device", "cpu"]).assert().success();
+    let table = String::from_utf8(done.get_output().stdout.clone()).unwrap();
+    assert_eq!(table.lines().count(), 2 + 9, "{table}");
+    if host::backend::kernels::CudaDevice::count() == 0 {
+        let done = bench(&[]).assert().code(1);
+        let error = String::from_utf8(done.get_output().stderr.clone()).unwrap();
+        assert!(
+            error.lines().count() == 1 && error.contains("--device cpu"),
+            "{error}"
+        );
+    }
+    bench(&["--device", "cpu", "--shape", "100,64"])
+        .assert()
+        .code(2);
+}

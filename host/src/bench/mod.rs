@@ -531,9 +531,9 @@ impl std::fmt::Display for Measurement {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::backend::kernels::{EmulatedDevice, KernelBackend};
 
-    #[test]
-    fn small_cases_are_right_and_have_rates() {
+    fn check<B: Timed>(b: &B) {
         let shape = ExpertShape {
             hidden: 256,
             intermediate: 128,
@@ -552,8 +552,7 @@ mod tests {
             tokens: 2,
         };
         let mut rows = Vec::new();
-        let cpu = Cpu::new().unwrap();
-        measure(&cpu, &case, &weights, &settings, |m| rows.push(m)).unwrap();
+        measure(b, &case, &weights, &settings, |m| rows.push(m)).unwrap();
         assert_eq!(rows.len(), 9);
         for m in &rows {
             assert!(
@@ -562,12 +561,12 @@ mod tests {
             );
             assert_eq!(m.bits_of_difference, 0);
             let bytes = m.raw_equivalent_gb_s * 1e3 * m.microseconds;
-            let packed = 2.0 * 256.0 * 128.0 / 2.0
-                * match m.stage {
-                    Stage::GateUp => 2.0,
-                    Stage::Down => 1.0,
-                    Stage::Ffn => 3.0,
-                };
+            let matrices = match m.stage {
+                Stage::GateUp => 2.0,
+                Stage::Down => 1.0,
+                Stage::Ffn => 3.0,
+            };
+            let packed = matrices * 2.0 * 256.0 * 128.0 / 2.0;
             // f64 rounding.
             assert!((bytes - packed).abs() < 1e-6 * packed, "{bytes} {packed}");
             match m.form {
@@ -575,5 +574,50 @@ mod tests {
                 _ => assert!(m.codec == "rans-pair" && m.ratio < 0.95, "{m}"),
             }
         }
+    }
+
+    #[test]
+    fn small_cases_on_the_cpu() {
+        check(&Cpu::new().unwrap());
+    }
+
+    #[test]
+    fn small_cases_on_the_emulator() {
+        check(&KernelBackend::new(EmulatedDevice::default()).unwrap());
+    }
+
+    #[test]
+    fn a_wrong_result_is_an_error() {
+        let shape = ExpertShape {
+            hidden: 64,
+            intermediate: 64,
+            scales: ScaleKind::G64,
+        };
+        let settings = Settings {
+            runs: 1,
+            symbol: Some(Symbol::Pair),
+            seed: 1,
+            cache_bytes: Some(0),
+        };
+        let cpu = Cpu::new().unwrap();
+        let mut weights = Weights::new(shape, &settings).unwrap();
+        // What is packed no longer is what is raw.
+        weights.raw.experts[0][2].packed.to_mut()[5] ^= 0x10;
+        let case = Case {
+            shape,
+            experts: 1,
+            tokens: 1,
+        };
+        let error = measure(&cpu, &case, &weights, &settings, |_| ()).unwrap_err();
+        assert!(
+            matches!(
+                &error,
+                BenchError::Differs {
+                    form: "unfused",
+                    ..
+                }
+            ),
+            "{error}"
+        );
     }
 }

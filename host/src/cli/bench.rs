@@ -5,6 +5,7 @@ use gpu::layout::{Folds, Symbol};
 
 use super::ui;
 use crate::backend::cpu::Cpu;
+use crate::backend::kernels::{CudaDevice, KernelBackend};
 use crate::bench::{Case, HEADING, Measurement, Settings, Timed, Weights, measure};
 use crate::expert::{ExpertShape, ScaleKind};
 use crate::simd::Arm;
@@ -23,8 +24,8 @@ enum What {
 
 #[derive(Args)]
 struct KernelsArgs {
-    /// Where; auto: a GPU if there is one, else an error that says so
-    #[arg(long, value_enum, default_value = "auto")]
+    /// Where
+    #[arg(long, value_enum, default_value = "cuda")]
     device: DeviceArg,
     /// Arms of the CPU to time [default: the fastest]
     #[arg(long, value_delimiter = ',', value_name = "ARM")]
@@ -47,6 +48,9 @@ struct KernelsArgs {
     /// Timed runs of each stage; the median counts
     #[arg(long, default_value_t = 21, value_parser = count)]
     runs: usize,
+    /// MiB of cache that weights must outgrow; 0 times them from the cache [default: the device's]
+    #[arg(long, value_name = "MIB")]
+    cache: Option<usize>,
     /// Seed of weights and activations
     #[arg(long, default_value_t = 1)]
     seed: u64,
@@ -57,7 +61,6 @@ struct KernelsArgs {
 
 #[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
 enum DeviceArg {
-    Auto,
     Cpu,
     Cuda,
 }
@@ -109,7 +112,7 @@ fn cases<B: Timed>(
             SymbolsArg::Triple => Symbol::Triple,
         }),
         seed: args.seed,
-        cache_bytes: None,
+        cache_bytes: args.cache.map(|mib| mib << 20),
     };
     for (hidden, intermediate) in &args.shape {
         for scales in &args.scales {
@@ -185,11 +188,10 @@ pub fn run(args: BenchArgs) -> anyhow::Result<()> {
 }
 
 fn cuda(
-    _args: &KernelsArgs,
-    _print: &mut impl FnMut(Measurement) -> anyhow::Result<()>,
+    args: &KernelsArgs,
+    print: &mut impl FnMut(Measurement) -> anyhow::Result<()>,
 ) -> anyhow::Result<()> {
-    const ELSE: &str = "; --device cpu times the CPU";
-    let driver = cuda_loader::load().map_err(|e| anyhow::anyhow!("{e}{ELSE}"))?;
-    driver.init().map_err(|e| anyhow::anyhow!("{e}{ELSE}"))?;
-    anyhow::bail!("this build has no CUDA back end{ELSE}")
+    let device = CudaDevice::new(0)
+        .map_err(|e| anyhow::anyhow!("{e}; `--device cpu` times the CPU's arms"))?;
+    cases(&[KernelBackend::new(device)?], args, print)
 }

@@ -7,6 +7,7 @@ use serde::Serialize;
 
 use super::ui;
 use crate::backend::cpu::Cpu;
+use crate::backend::kernels::{CudaDevice, DeviceError};
 use crate::model::{Config, Source, default_directory};
 use crate::simd::Arm;
 use crate::tokenizer::Tokenizer;
@@ -330,10 +331,11 @@ impl std::fmt::Display for Findings {
             let kind = if p.fatal { "problem" } else { "note" };
             writeln!(f, "{kind}: {}; {}", p.what, p.remedy)?;
         }
-        let verdict = match (self.ok, self.devices.is_empty()) {
+        let gpu = self.devices.iter().any(|d| d.memory_free_bytes.is_some());
+        let verdict = match (self.ok, gpu) {
             (false, _) => "`host generate` cannot run",
-            (true, true) => "`host generate` runs on the CPU",
-            (true, false) => "`host generate` runs on the GPU and on the CPU",
+            (true, false) => "`host generate` runs on the CPU",
+            (true, true) => "`host generate` runs on the GPU and on the CPU",
         };
         writeln!(f, "{verdict}")
     }
@@ -353,6 +355,39 @@ pub fn run(args: DoctorArgs) -> anyhow::Result<()> {
 }
 
 fn look_at_devices(problems: &mut Vec<Problem>) -> Vec<DeviceFindings> {
-    let _ = problems;
-    Vec::new()
+    let count = CudaDevice::count();
+    if count == 0 {
+        problems.push(Problem {
+            what: "the NVIDIA driver knows no device".into(),
+            remedy: "see `nvidia-smi`; in a container pass the devices through".into(),
+            fatal: false,
+        });
+    }
+    let mut found = Vec::new();
+    for ordinal in 0..count {
+        let mut note = |error: DeviceError| {
+            problems.push(Problem {
+                what: error.to_string(),
+                remedy: format!("cuda:{ordinal} is not used; --device cpu works"),
+                fatal: false,
+            });
+        };
+        let info = match CudaDevice::info(ordinal) {
+            Ok(info) => info,
+            Err(error) => {
+                note(error);
+                continue;
+            }
+        };
+        let free = CudaDevice::new(ordinal).and_then(|device| device.free_bytes());
+        found.push(DeviceFindings {
+            ordinal,
+            name: info.name,
+            compute_capability: format!("{}.{}", info.capability.0, info.capability.1),
+            ptx: info.ptx,
+            memory_bytes: info.memory_bytes,
+            memory_free_bytes: free.map_err(note).ok(),
+        });
+    }
+    found
 }

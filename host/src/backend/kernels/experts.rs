@@ -3,6 +3,10 @@
 //! Nothing comes back to the host within a layer: assignments are grouped on the device, and the
 //! matmuls read there how many experts are active.
 
+mod timed;
+
+pub use timed::Prepared;
+
 use cuda_std::mem::Slice;
 use gpu::abi::{self, ExpertArgs, MatrixDesc};
 use gpu::coded_plan::{self, DoesNotFit};
@@ -10,7 +14,7 @@ use gpu::launch::Launch;
 use gpu::layout::{Folds, Symbol};
 
 use super::device::{ALIGNMENT, Device, DeviceMemory};
-use super::ops::{Buffer, KernelBackend, KernelError, Result, input, output, word};
+use super::ops::{Buffer, KernelBackend, KernelError, Result, View, input, output, word};
 use super::plan;
 use super::table::*;
 use crate::backend::{Backend, LayerExperts, LoadExperts, Rows, RowsMut};
@@ -253,51 +257,14 @@ impl<D: Device> KernelBackend<D> {
             let (n32, slots32) = (word("tokens", n)?, word("slots", slots)?);
             let k = word("experts a token", top_k)?;
 
-            let quantised = self.scratch::<u32>(n * hidden / 2)?;
-            let x_scales = self.scratch::<f32>(n)?;
-            let sums = self.scratch::<i32>(n * hidden / 64)?;
-            let args = gpu::quantise::QuantiseArgs {
-                x: x.skip(start).slice,
-                quantised: quantised.slice(),
-                scales: x_scales.slice(),
-                sums: sums.slice(),
-                x_stride: x.stride,
-                cols: word("columns", hidden)?,
-            };
-            let launch = Launch::new([n32, 1, 1], gpu::quantise::THREADS);
-            self.launch::<QuantiseRows>(launch, args)?;
-
-            let most = slots.min(experts.experts);
-            let groups = Groups {
-                active: self.scratch(most)?,
-                n_active: self.scratch(1)?,
-                slot_token: self.scratch(slots)?,
-                slot_expert: self.scratch(slots)?,
-                slot_of: self.scratch(slots)?,
-                most,
-                tokens: n,
-                slots,
-            };
-            let args = gpu::group::GroupArgs {
-                ids: ids.from("experts: ids", start * top_k, slots)?,
-                active: groups.active.slice(),
-                n_active: groups.n_active.slice(),
-                slot_token: groups.slot_token.slice(),
-                slot_expert: groups.slot_expert.slice(),
-                slot_of: groups.slot_of.slice(),
-                tokens: n32,
-                k,
-                experts: word("experts", experts.experts)?,
-                reserved: 0,
-            };
-            let launch = Launch::new([1, 1, 1], gpu::group::THREADS)
-                .shared(gpu::group::shared_bytes(args.experts));
-            self.launch::<GroupExperts>(launch, args)?;
+            let quantised = self.quantise(x.skip(start), n, hidden)?;
+            let slot_ids = ids.from("experts: ids", start * top_k, slots)?;
+            let groups = self.group(experts, slot_ids, n, top_k)?;
 
             let inner = self.scratch::<u32>(slots * partials(gate_up))?;
             let operands = Operands {
-                x: quantised.slice(),
-                gsum: sums.slice(),
+                x: quantised.values.slice(),
+                gsum: quantised.sums.slice(),
                 row_map: groups.slot_token.slice(),
                 out: inner.slice(),
             };
@@ -311,7 +278,7 @@ impl<D: Device> KernelBackend<D> {
                 partials: inner.slice(),
                 slot_token: groups.slot_token.slice(),
                 slot_expert: groups.slot_expert.slice(),
-                x_scales: x_scales.slice(),
+                x_scales: quantised.scales.slice(),
                 quantised: h.slice(),
                 scales: h_scales.slice(),
                 sums: h_sums.slice(),
@@ -352,6 +319,64 @@ impl<D: Device> KernelBackend<D> {
             self.launch::<Combine>(Launch::new(grid, threads), args)?;
         }
         Ok(())
+    }
+
+    /// Rows of `cols` activations to fixed point.
+    fn quantise(&self, x: View, rows: usize, cols: usize) -> Result<Quantised<D::Memory>> {
+        let quantised = Quantised {
+            values: self.scratch(rows * cols / 2)?,
+            scales: self.scratch(rows)?,
+            sums: self.scratch(rows * cols / 64)?,
+        };
+        let args = gpu::quantise::QuantiseArgs {
+            x: x.slice,
+            quantised: quantised.values.slice(),
+            scales: quantised.scales.slice(),
+            sums: quantised.sums.slice(),
+            x_stride: x.stride,
+            cols: word("columns", cols)?,
+        };
+        let launch = Launch::new([word("rows", rows)?, 1, 1], gpu::quantise::THREADS);
+        self.launch::<QuantiseRows>(launch, args)?;
+        Ok(quantised)
+    }
+
+    /// Sorts the assignments `ids` `[tokens, top_k]` by expert.
+    fn group(
+        &self,
+        experts: &Experts<D::Memory>,
+        ids: Slice,
+        tokens: usize,
+        top_k: usize,
+    ) -> Result<Groups<D::Memory>> {
+        let slots = tokens * top_k;
+        let most = slots.min(experts.experts);
+        let groups = Groups {
+            active: self.scratch(most)?,
+            n_active: self.scratch(1)?,
+            slot_token: self.scratch(slots)?,
+            slot_expert: self.scratch(slots)?,
+            slot_of: self.scratch(slots)?,
+            most,
+            tokens,
+            slots,
+        };
+        let args = gpu::group::GroupArgs {
+            ids,
+            active: groups.active.slice(),
+            n_active: groups.n_active.slice(),
+            slot_token: groups.slot_token.slice(),
+            slot_expert: groups.slot_expert.slice(),
+            slot_of: groups.slot_of.slice(),
+            tokens: word("tokens", tokens)?,
+            k: word("experts a token", top_k)?,
+            experts: word("experts", experts.experts)?,
+            reserved: 0,
+        };
+        let launch = Launch::new([1, 1, 1], gpu::group::THREADS)
+            .shared(gpu::group::shared_bytes(args.experts));
+        self.launch::<GroupExperts>(launch, args)?;
+        Ok(groups)
     }
 
     /// Partial sums of a class of the active experts' matrices.
@@ -486,6 +511,13 @@ impl<D: Device> KernelBackend<D> {
         }
         Ok(())
     }
+}
+
+/// Activations in fixed point.
+struct Quantised<M> {
+    values: Buffer<u32, M>,
+    scales: Buffer<f32, M>,
+    sums: Buffer<i32, M>,
 }
 
 /// Assignments on the device, as `group_experts` leaves them.

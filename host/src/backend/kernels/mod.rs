@@ -11,6 +11,6 @@ mod table;
 pub use self::cuda::{CudaDevice, CudaEvent, CudaInfo, CudaMemory};
 pub use self::device::{ALIGNMENT, Device, DeviceError, DeviceLimits, DeviceMemory, Launch};
 pub use self::emulator::{EmulatedDevice, EmulatedMemory};
-pub use self::experts::Experts;
+pub use self::experts::{Experts, Prepared};
 pub use self::ops::{Buffer, KernelBackend, KernelError};
 pub use self::table::*;
