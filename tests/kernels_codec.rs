@@ -5,6 +5,9 @@
 //! unfused (decode to scratch, then raw). Outputs start as a pattern, so that what a kernel must
 //! leave alone is checked as well as what it must write.
 
+#[path = "suite/sample.rs"]
+mod sample;
+
 use std::sync::OnceLock;
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -535,6 +538,9 @@ impl<'a, D: Device> Layer<'a, D> {
 }
 
 fn check<D: Device>(runner: &On<D>, case: &Case, rng: &mut Rng) {
+    if sample::passed_over() {
+        return;
+    }
     let mut layer = Layer::new(runner, case, rng);
     if let Err(error) = layer.run() {
         panic!("{case:?}: {error}");

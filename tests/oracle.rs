@@ -1,5 +1,6 @@
 //! The forward pass against what Hugging Face transformers computes.
 
+mod suite;
 mod support;
 
 use std::path::Path;
@@ -118,6 +119,35 @@ fn sotu_g64() {
     if let Some(made) = converted("sotu", ScaleKind::G64) {
         let dir = made.path().join("model");
         compare(cpu(), &dir, "sotu", ScaleKind::G64, usize::MAX);
+    }
+}
+
+/// The same on the GPU, where there is one (`ANSATZ_REQUIRE_CUDA` makes its absence a failure).
+fn cuda_compare(dir: &Path, name: &str, scales: ScaleKind) {
+    match suite::cuda() {
+        Ok(backend) => compare(backend, dir, name, scales, usize::MAX),
+        Err(why) => eprintln!("skipped: {why}"),
+    }
+}
+
+#[test]
+fn cuda_tiny() {
+    for scales in [ScaleKind::Row, ScaleKind::G64] {
+        let made = converted("tiny-dsa", scales).unwrap();
+        cuda_compare(&made.path().join("model"), "tiny-dsa", scales);
+    }
+}
+
+#[test]
+fn cuda_sotu_row() {
+    let dir = default_directory().expect("models/sotu-row of the repository");
+    cuda_compare(&dir, "sotu", ScaleKind::Row);
+}
+
+#[test]
+fn cuda_sotu_g64() {
+    if let Some(made) = converted("sotu", ScaleKind::G64) {
+        cuda_compare(&made.path().join("model"), "sotu", ScaleKind::G64);
     }
 }
 

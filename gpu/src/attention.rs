@@ -11,7 +11,7 @@
 //!    its 64 probabilities are partial sums 0..64, so that the butterfly's distances 16 and 8 add
 //!    zeros, 4 adds the two halves of the warp's registers, and 2 and 1 are lanes 16 and 8 apart.
 //!    Sum: a thread takes columns.
-//! 3. [`attention_merge`] merges the chunks, a thread a column.
+//! 3. [`attention_merge()`] merges the chunks, a thread a column.
 //!
 //! Chunks past a token's count do nothing; the scratch of their partial results is not read.
 
@@ -27,14 +27,14 @@ use crate::unroll;
 /// Threads of a block.
 pub const THREADS: u32 = 256;
 
-/// Heads of a block of [`attention_chunk`].
+/// Heads of a block of [`attention_chunk()`].
 pub const HEADS: u32 = 4;
 
 const H: usize = HEADS as usize;
 const CHUNK: u32 = ATTENTION_CHUNK as u32;
 
-/// Arguments of [`attention_chunk`] (grid `[chunks, ceil(heads / 4), tokens]`) and of
-/// [`attention_merge`] (grid `[heads, tokens, 1]`); 256 threads.
+/// Arguments of [`attention_chunk()`] (grid `[chunks, ceil(heads / 4), tokens]`) and of
+/// [`attention_merge()`] (grid `[heads, tokens, 1]`); 256 threads.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
 pub struct AttentionArgs {

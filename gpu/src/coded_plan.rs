@@ -95,7 +95,7 @@ fn rans_launch(limits: &DeviceLimits, head: u32, warp: u32, warps: u32, jobs: u6
 }
 
 /// `matmul_rans_shared_*`: the launch and [`crate::abi::ExpertArgs::stage`]. `tokens` is the largest
-/// number of tokens of an expert, `jobs` as in [`matmul_rans`].
+/// number of tokens of an expert, `jobs` as in [`mod@matmul_rans`].
 ///
 /// Of 8, 4, 2 and 1 staged tokens the most that leave room for 8 warps, else those that leave room
 /// for most.

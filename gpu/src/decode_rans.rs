@@ -45,7 +45,7 @@ pub unsafe fn decode_rans_pair(args: ExpertArgs) {
 /// See the module.
 ///
 /// # Safety
-/// As [`decode_rans_pair`].
+/// As [`decode_rans_pair()`].
 #[kernel(threads = 768, min_blocks = 1)]
 pub unsafe fn decode_rans_triple(args: ExpertArgs) {
     // SAFETY: the caller's promise.

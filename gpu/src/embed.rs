@@ -13,7 +13,7 @@ use crate::arith::bf16;
 /// Threads of a block.
 pub const THREADS: u32 = 256;
 
-/// Arguments of [`embed`]. Grid: `[tokens, 1, 1]`.
+/// Arguments of [`embed()`]. Grid: `[tokens, 1, 1]`.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
 pub struct EmbedArgs {

@@ -5,11 +5,11 @@
 //! dot_factor, 0), acc)`. The `min(top_k, first + t + 1)` best, of equal scores the lowest
 //! positions, are listed ascending.
 //!
-//! [`index_scores`]:
+//! [`index_scores()`]:
 //! 1. A warp takes four neighbouring positions and keeps the first 256 columns of their keys in
 //!    registers over all heads; queries come through L1.
 //!
-//! [`index_select`], one block of 1,024 threads a token:
+//! [`index_select()`], one block of 1,024 threads a token:
 //! 1. Radix select over `arith::order_key`, 8 bits at a time from the top: a histogram in shared
 //!    memory finds the digit that the `k`-th largest key has; four passes give the key.
 //! 2. Ordered compaction: positions in tiles of 1,024; each takes its place from the number of
@@ -25,23 +25,23 @@ use crate::arith::{fma, max, order_key};
 use crate::dot::{STEP, fma8, load8, warp_reduce};
 use crate::unroll;
 
-/// Threads of a block of [`index_scores`].
+/// Threads of a block of [`index_scores()`].
 pub const SCORE_THREADS: u32 = 256;
 
-/// Positions of a warp of [`index_scores`].
+/// Positions of a warp of [`index_scores()`].
 pub const POSITIONS: u32 = 4;
 
-/// Positions of a block of [`index_scores`].
+/// Positions of a block of [`index_scores()`].
 pub const BLOCK_POSITIONS: u32 = SCORE_THREADS / 32 * POSITIONS;
 
-/// Threads of a block of [`index_select`].
+/// Threads of a block of [`index_select()`].
 pub const SELECT_THREADS: u32 = 1024;
 
 const P: usize = POSITIONS as usize;
 const WARPS: u32 = SELECT_THREADS / 32;
 
-/// Arguments of [`index_scores`] (grid `[ceil((first + tokens) / 32), tokens, 1]`, 256 threads)
-/// and of [`index_select`] (grid `[tokens, 1, 1]`, 1,024 threads).
+/// Arguments of [`index_scores()`] (grid `[ceil((first + tokens) / 32), tokens, 1]`, 256 threads)
+/// and of [`index_select()`] (grid `[tokens, 1, 1]`, 1,024 threads).
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
 pub struct IndexArgs {

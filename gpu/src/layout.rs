@@ -7,7 +7,7 @@
 //! - [`Folds`] follows from `cols` alone, for every codec and for raw matrices: it also fixes the
 //!   order in which g64 partial results are added.
 //! - A *lookup* yields a symbol of 2 or 3 nibbles; two lookups make a *group*, after which lanes
-//!   vote on who needs a new stream word. A group covers [`Symbol::HEIGHT`] rows by 2 columns, so
+//!   vote on who needs a new stream word. A group covers [`Symbol::height`] rows by 2 columns, so
 //!   any column count that is a multiple of 64 deals out evenly.
 
 use crate::arith::GROUP;

@@ -72,7 +72,7 @@ pub unsafe fn matmul_rans_pair(args: ExpertArgs) {
 /// See the module.
 ///
 /// # Safety
-/// As [`matmul_rans_pair`].
+/// As [`matmul_rans_pair()`].
 #[kernel(threads = 768, min_blocks = 1)]
 pub unsafe fn matmul_rans_triple(args: ExpertArgs) {
     // SAFETY: the caller's promise.

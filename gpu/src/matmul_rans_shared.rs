@@ -59,7 +59,7 @@ pub unsafe fn matmul_rans_shared_pair(args: ExpertArgs) {
 /// See the module.
 ///
 /// # Safety
-/// As [`matmul_rans_shared_pair`].
+/// As [`matmul_rans_shared_pair()`].
 #[kernel(threads = 384, min_blocks = 1)]
 pub unsafe fn matmul_rans_shared_triple(args: ExpertArgs) {
     // SAFETY: the caller's promise.

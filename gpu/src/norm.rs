@@ -13,7 +13,7 @@ use cuda_std::{kernel, shared_array, thread};
 use crate::arith::{bf16, fma, rms_factor};
 use crate::dot::{BLOCK, block_reduce};
 
-/// Arguments of [`rms_norm`] and [`layer_norm`]. Grid: `[tokens, 1, 1]`, 256 threads.
+/// Arguments of [`rms_norm()`] and [`layer_norm()`]. Grid: `[tokens, 1, 1]`, 256 threads.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
 pub struct NormArgs {
@@ -21,7 +21,7 @@ pub struct NormArgs {
     pub x: Slice,
     /// bf16 `[cols]`.
     pub weight: Slice,
-    /// bf16 `[cols]`; of [`layer_norm`] alone.
+    /// bf16 `[cols]`; of [`layer_norm()`] alone.
     pub bias: Slice,
     /// f32 rows of `out_stride`.
     pub out: Slice,

@@ -19,7 +19,7 @@ pub const THREADS: u32 = 256;
 const WARPS: u32 = THREADS / 32;
 const COLS: u32 = GROUP as u32;
 
-/// Arguments of [`quantise_rows`]. Grid: `[tokens, 1, 1]`, 256 threads.
+/// Arguments of [`quantise_rows()`]. Grid: `[tokens, 1, 1]`, 256 threads.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
 pub struct QuantiseArgs {

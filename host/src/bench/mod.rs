@@ -172,7 +172,7 @@ fn scales_name(scales: ScaleKind) -> &'static str {
 }
 
 /// How.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Settings {
     /// Timed runs of each stage, at least 1.
     pub runs: usize,
@@ -182,6 +182,8 @@ pub struct Settings {
     pub seed: u64,
     /// Bytes of cache that sets of experts must outgrow; by default the back end's.
     pub cache_bytes: Option<usize>,
+    /// What to time.
+    pub ways: Vec<Way>,
 }
 
 /// One row of the table.
@@ -348,12 +350,27 @@ impl Stage {
     }
 }
 
-/// The three ways to keep and multiply experts.
-const FORMS: [(&str, bool, Form); 3] = [
-    ("raw", false, Form::Unfused),
-    ("unfused", true, Form::Unfused),
-    ("fused", true, Form::Fused),
-];
+/// A way to keep and multiply experts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub enum Way {
+    /// As int4.
+    Raw,
+    /// Coded; decoded to scratch, then multiplied.
+    Unfused,
+    /// Coded; decoded and multiplied at once.
+    Fused,
+}
+
+impl Way {
+    /// Name, whether experts are coded, and how they are then multiplied.
+    fn parts(self) -> (&'static str, bool, Form) {
+        match self {
+            Way::Raw => ("raw", false, Form::Unfused),
+            Way::Unfused => ("unfused", true, Form::Unfused),
+            Way::Fused => ("fused", true, Form::Fused),
+        }
+    }
+}
 
 /// `tokens * experts` ids of set `set`: every token goes to all of the set's experts.
 fn ids(case: &Case, set: usize) -> Vec<u32> {
@@ -421,7 +438,8 @@ pub fn measure<B: Timed>(
             .map_err(plain_fail)?;
         output(&plain, &experts, case, &x, &shares).map_err(plain_fail)?
     };
-    for (form, coded, how) in FORMS {
+    for way in &settings.ways {
+        let (form, coded, how) = way.parts();
         let (_, nibbles, _) = weights.sizes(case.experts, Stage::Down, coded)?;
         // All other sets together flush twice the cache, even in the smallest stage.
         let cache = settings.cache_bytes.unwrap_or_else(|| b.cache_bytes());
@@ -544,6 +562,7 @@ mod tests {
             symbol: Some(Symbol::Pair),
             seed: 1,
             cache_bytes: Some(0),
+            ways: vec![Way::Raw, Way::Unfused, Way::Fused],
         };
         let weights = Weights::new(shape, &settings).unwrap();
         let case = Case {
@@ -598,6 +617,7 @@ mod tests {
             symbol: Some(Symbol::Pair),
             seed: 1,
             cache_bytes: Some(0),
+            ways: vec![Way::Raw, Way::Unfused, Way::Fused],
         };
         let cpu = Cpu::new().unwrap();
         let mut weights = Weights::new(shape, &settings).unwrap();

@@ -6,7 +6,7 @@ use gpu::layout::{Folds, Symbol};
 use super::ui;
 use crate::backend::cpu::Cpu;
 use crate::backend::kernels::{CudaDevice, KernelBackend};
-use crate::bench::{Case, HEADING, Measurement, Settings, Timed, Weights, measure};
+use crate::bench::{Case, HEADING, Measurement, Settings, Timed, Way, Weights, measure};
 use crate::expert::{ExpertShape, ScaleKind};
 use crate::simd::Arm;
 
@@ -27,6 +27,14 @@ struct KernelsArgs {
     /// Where
     #[arg(long, value_enum, default_value = "cuda")]
     device: DeviceArg,
+    /// What to time, in this order
+    #[arg(
+        long,
+        value_enum,
+        value_delimiter = ',',
+        default_value = "raw,unfused,fused"
+    )]
+    compare: Vec<Way>,
     /// Arms of the CPU to time [default: the fastest]
     #[arg(long, value_delimiter = ',', value_name = "ARM")]
     arm: Vec<Arm>,
@@ -113,6 +121,7 @@ fn cases<B: Timed>(
         }),
         seed: args.seed,
         cache_bytes: args.cache.map(|mib| mib << 20),
+        ways: args.compare.clone(),
     };
     for (hidden, intermediate) in &args.shape {
         for scales in &args.scales {
