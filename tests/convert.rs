@@ -187,7 +187,14 @@ fn a_taken_target_needs_force() {
     fs::write(to.join("notes"), "mine").unwrap();
     let e = convert(&from, &to, ScaleKind::Row, false, |_, _| ()).unwrap_err();
     assert!(e.to_string().contains("--force"), "{e}");
+    // Not even then where it is no model directory.
+    let e = convert(&from, &to, ScaleKind::Row, true, |_, _| ()).unwrap_err();
+    assert!(
+        e.to_string().contains("a model directory to replace"),
+        "{e}"
+    );
     assert_eq!(fs::read(to.join("notes")).unwrap(), b"mine");
+    fs::write(to.join("dense.safetensors"), "old").unwrap();
     convert(&from, &to, ScaleKind::Row, true, |_, _| ()).unwrap();
     let want = [
         "config.json",
@@ -197,6 +204,38 @@ fn a_taken_target_needs_force() {
     ];
     assert_eq!(entries(&to), want);
     assert_eq!(entries(out.path()), ["m"]);
+}
+
+#[test]
+fn the_checkpoint_is_never_replaced() {
+    let out = tempfile::tempdir().unwrap();
+    let from = out.path().join("hf");
+    fs::create_dir(&from).unwrap();
+    for name in ["config.json", "generation_config.json", "model.safetensors"] {
+        let of = support::data().join("tiny-dsa-hf").join(name);
+        fs::write(from.join(name), fs::read(of).unwrap()).unwrap();
+    }
+    // Both look like model directories.
+    fs::write(from.join("dense.safetensors"), "").unwrap();
+    fs::write(out.path().join("dense.safetensors"), "").unwrap();
+    for to in [&from, out.path(), &from.join("../hf")] {
+        let e = convert(&from, to, ScaleKind::Row, true, |_, _| ()).unwrap_err();
+        assert!(e.to_string().contains("without the checkpoint"), "{e}");
+        assert!(from.join("model.safetensors").is_file());
+    }
+    assert_eq!(entries(out.path()), ["dense.safetensors", "hf"]);
+    let e = convert(
+        &out.path().join("none"),
+        &from,
+        ScaleKind::Row,
+        true,
+        |_, _| (),
+    );
+    let e = e.unwrap_err().to_string();
+    assert!(
+        e.contains("no such directory") && e.contains("--from"),
+        "{e}"
+    );
 }
 
 #[test]

@@ -314,7 +314,7 @@ struct Staged {
 }
 
 impl Staged {
-    fn new(to: &Path, force: bool) -> Result<Self, ModelError> {
+    fn new(from: &Path, to: &Path, force: bool) -> Result<Self, ModelError> {
         let taken = match fs::read_dir(to) {
             Ok(mut entries) => entries.next().is_some(),
             Err(e) if e.kind() == ErrorKind::NotFound => false,
@@ -328,6 +328,20 @@ impl Staged {
                 "files",
                 "choose another --to directory or give --force to replace it",
             ));
+        }
+        if taken {
+            // What gets replaced is deleted, so it must be a model directory and nothing more.
+            let real = |dir: &Path| dir.canonicalize().unwrap_or_else(|_| dir.into());
+            let refuse = |expected: &str, found: &str| {
+                let remedy = "choose another --to directory";
+                Err(ModelError::field(to, "directory", expected, found, remedy))
+            };
+            if real(from).starts_with(real(to)) {
+                return refuse("one without the checkpoint", "the --from directory");
+            }
+            if !to.join(DENSE_FILE).is_file() {
+                return refuse("a model directory to replace", "other files");
+            }
         }
         let parent = match to.parent() {
             Some(p) if !p.as_os_str().is_empty() => p,
@@ -393,6 +407,13 @@ pub fn convert(
     force: bool,
     mut progress: impl FnMut(usize, usize),
 ) -> Result<Summary, ModelError> {
+    if !from.is_dir() {
+        return Err(ModelError::io(
+            from,
+            std::io::Error::new(ErrorKind::NotFound, "no such directory"),
+            "give the checkpoint's directory (--from HF_DIR)",
+        ));
+    }
     let config = Config::read(from)?;
     let checkpoint = Checkpoint::open(from)?;
     let sparse: Vec<usize> = config.sparse_layers().collect();
@@ -405,7 +426,7 @@ pub fn convert(
             expert_weights(&checkpoint, &config, *layer, e)?;
         }
     }
-    let staged = Staged::new(to, force)?;
+    let staged = Staged::new(from, to, force)?;
     let mut summary = Summary::default();
     for name in COPIED {
         let source = from.join(name);
