@@ -33,8 +33,13 @@ impl Tokenizer {
                 "copy it from the checkpoint again",
             )
         };
-        let inner = Inner::from_file(&file)
+        let mut inner = Inner::from_file(&file)
             .map_err(|e| wrong("file", "a tokenizer".into(), e.to_string()))?;
+        // A file may have kept what training cut and filled texts to; a prompt is taken as it is.
+        inner.with_padding(None);
+        inner
+            .with_truncation(None)
+            .map_err(|e| wrong("truncation", "one to leave out".into(), e.to_string()))?;
         let size = inner
             .get_vocab(true)
             .values()
