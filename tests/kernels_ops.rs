@@ -1,6 +1,6 @@
-//! Every operator of every back end against the reference, bit for bit: the CPU, the kernels on the
-//! emulator, and the kernels on CUDA where there is a driver (`ANSATZ_REQUIRE_CUDA` makes its
-//! absence a failure).
+//! Every operator of the kernels against the reference, bit for bit: on the emulator, and on CUDA
+//! where there is a driver (`ANSATZ_REQUIRE_CUDA` makes its absence a failure). `cpu.rs` runs the
+//! same suite on the CPU.
 
 mod suite;
 
@@ -10,7 +10,6 @@ use host::backend::{Backend, LayerExperts, LoadExperts, Rows, rows, rows_mut};
 use host::expert::{Form, MatrixKind};
 
 suite! {
-    cpu = host::backend::cpu::Cpu::new();
     emulator = crate::suite::emulator();
     cuda = crate::suite::cuda();
 }

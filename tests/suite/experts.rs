@@ -227,6 +227,9 @@ pub fn small() -> ExpertShape {
     }
 }
 
+/// Several blocks a matrix, however small.
+const SMALL_BLOCKS: Option<usize> = Some(6000);
+
 /// An archive in a folder of its own.
 pub struct Packed {
     pub archive: Archive,
@@ -238,14 +241,14 @@ fn packed(
     raw: &[[RawMatrix<'static>; 3]],
     codec: CodecChoice,
     symbol: Symbol,
+    block_nibbles: Option<usize>,
 ) -> Packed {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("experts.ansx");
     let options = PackOptions {
         codec,
         symbols: SymbolChoice::Always(symbol),
-        // Several blocks a matrix, however small.
-        block_nibbles: Some(6000),
+        block_nibbles,
     };
     let source = Memory { shape, layer: raw };
     pack(&source, &options, &file, |_| (), || false).unwrap();
@@ -258,19 +261,19 @@ fn packed(
 /// An archive of one layer of coded experts.
 pub fn archive(rng: &mut Rng, shape: ExpertShape, experts: usize, symbol: Symbol) -> Packed {
     let raw = layer(rng, &shape, experts, |_| Data::Normal);
-    packed(shape, &raw, CodecChoice::Rans, symbol)
+    packed(shape, &raw, CodecChoice::Rans, symbol, SMALL_BLOCKS)
 }
 
-/// Packs a layer, checks all forms for the numbers of tokens given.
+/// Checks all forms of a packed layer for the numbers of tokens given.
 fn coded<B: LoadExperts>(
     b: &B,
     rng: &mut Rng,
-    shape: ExpertShape,
     raw: &[[RawMatrix<'static>; 3]],
-    (codec, symbol): (CodecChoice, Symbol),
+    packed: &Packed,
+    symbol: Symbol,
     tokens: &[usize],
 ) {
-    let packed = packed(shape, raw, codec, symbol);
+    let shape = *packed.archive.shape();
     for form in [Form::Fused, Form::Unfused] {
         for &tokens in tokens {
             let mut case = Experts::new(rng, shape, raw, 3, tokens);
@@ -298,8 +301,8 @@ pub fn coded_experts<B: LoadExperts>(b: &B) {
             };
             let raw = layer(&mut rng, &shape, 4, |_| Data::Normal);
             for symbol in [Symbol::Pair, Symbol::Triple] {
-                let choice = (CodecChoice::Rans, symbol);
-                coded(b, &mut rng, shape, &raw, choice, tokens);
+                let packed = packed(shape, &raw, CodecChoice::Rans, symbol, SMALL_BLOCKS);
+                coded(b, &mut rng, &raw, &packed, symbol, tokens);
             }
         }
     }
@@ -315,7 +318,24 @@ pub fn mixed_codecs<B: LoadExperts>(b: &B) {
     // Uniform nibbles do not shrink: those matrices stay raw beside coded ones.
     let raw = layer(&mut rng, &shape, 6, |rng| DATA[rng.below(4)]);
     for symbol in [Symbol::Pair, Symbol::Triple] {
-        let choice = (CodecChoice::Auto, symbol);
-        coded(b, &mut rng, shape, &raw, choice, &[1, 8]);
+        let packed = packed(shape, &raw, CodecChoice::Auto, symbol, SMALL_BLOCKS);
+        coded(b, &mut rng, &raw, &packed, symbol, &[1, 8]);
+    }
+}
+
+/// For back ends that are fast.
+pub fn large_coded_experts<B: LoadExperts>(b: &B) {
+    let mut rng = Rng::fresh();
+    for scales in [ScaleKind::Row, ScaleKind::G64] {
+        let shape = ExpertShape {
+            hidden: 4096,
+            intermediate: 448,
+            scales,
+        };
+        let raw = layer(&mut rng, &shape, 4, |_| Data::Normal);
+        for symbol in [Symbol::Pair, Symbol::Triple] {
+            let packed = packed(shape, &raw, CodecChoice::Rans, symbol, None);
+            coded(b, &mut rng, &raw, &packed, symbol, &[1, 7]);
+        }
     }
 }

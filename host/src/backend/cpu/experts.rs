@@ -95,7 +95,7 @@ impl Experts {
                 at
             }));
         }
-        let (mut bytes, mut scales) = (Buf::zeroed(n), Buf::zeroed(s));
+        let (mut bytes, mut scales) = (Buf::zeroed(n)?, Buf::zeroed(s)?);
         for (place, m) in places.iter().flatten().zip(experts.iter().flatten()) {
             bytes[place.bytes.clone()].copy_from_slice(&m.packed);
             scales[place.scales.clone()].copy_from_slice(&m.scales);
@@ -120,7 +120,7 @@ impl Experts {
     ) -> Result<Self, CpuError> {
         check_columns(&shape)?;
         let total = records.iter().map(|r| r.bytes.len()).sum();
-        let mut bytes = Buf::zeroed(total);
+        let mut bytes = Buf::zeroed(total)?;
         let mut all_scales = Vec::new();
         let mut experts = Vec::with_capacity(records.len());
         let mut tables = BTreeMap::new();
@@ -167,7 +167,7 @@ impl Experts {
                 }
             }));
         }
-        let mut scales = Buf::zeroed(all_scales.len());
+        let mut scales = Buf::zeroed(all_scales.len())?;
         scales.copy_from_slice(&all_scales);
         Ok(Self {
             shape,

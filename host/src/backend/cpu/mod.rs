@@ -29,6 +29,17 @@ pub enum CpuError {
     /// A record that does not decode.
     #[error(transparent)]
     Archive(#[from] crate::archive::ArchiveError),
+    /// More memory than there is.
+    #[error(
+        "no memory for {len} elements of {size} bytes; free some, or ask for fewer positions \
+         (--ctx-size, -n)"
+    )]
+    Memory {
+        /// Elements.
+        len: usize,
+        /// Bytes of each.
+        size: usize,
+    },
     /// A column count that no kernel takes.
     #[error("experts of {0} columns: expected a multiple of 64 from 64 to 8192")]
     Columns(usize),
@@ -130,13 +141,20 @@ pub struct Buf<T> {
 }
 
 impl<T: Pod> Buf<T> {
-    fn zeroed(len: usize) -> Self {
-        let bytes = len.checked_mul(size_of::<T>()).expect("length of a buffer");
-        Self {
-            lines: bytemuck::zeroed_vec(bytes.div_ceil(size_of::<Line>())),
+    fn zeroed(len: usize) -> Result<Self, CpuError> {
+        let failed = CpuError::Memory {
+            len,
+            size: size_of::<T>(),
+        };
+        let lines = match len.checked_mul(size_of::<T>()) {
+            Some(bytes) => bytemuck::try_zeroed_vec(bytes.div_ceil(size_of::<Line>())),
+            None => Err(()),
+        };
+        Ok(Self {
+            lines: lines.map_err(|()| failed)?,
             len,
             of: PhantomData,
-        }
+        })
     }
 }
 
@@ -236,11 +254,11 @@ impl Backend for Cpu {
     }
 
     fn alloc<T: Pod>(&self, len: usize) -> Result<Buf<T>, CpuError> {
-        Ok(Buf::zeroed(len))
+        Buf::zeroed(len)
     }
 
     fn upload<T: Pod>(&self, data: &[T]) -> Result<Buf<T>, CpuError> {
-        let mut buf = Buf::zeroed(data.len());
+        let mut buf = Buf::zeroed(data.len())?;
         buf.copy_from_slice(data);
         Ok(buf)
     }
