@@ -7,8 +7,14 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 out=${1:-.bundle}
 
+# Only what this script made is replaced.
+if [ -e "$out" ] && [ ! -e "$out/COMMIT" ]; then
+    echo "$out exists and is no bundle: name another folder" >&2
+    exit 1
+fi
 rm -rf "$out"
 mkdir -p "$out/tests"
+git rev-parse HEAD >"$out/COMMIT"
 cargo build --release
 cargo test --release --workspace --no-run --message-format=json-render-diagnostics |
     python3 -c '
@@ -30,5 +36,4 @@ cp -r models/sotu-row "$out/model"
 mkdir -p "$out/data"
 cp -r tests/data/. "$out/data/"
 cp tools/bundle-run.sh "$out/run.sh"
-git rev-parse HEAD >"$out/COMMIT"
 du -sh "$out"
