@@ -138,6 +138,13 @@ fn damage_is_exit_code_1_and_names_its_place() {
         host(&[&"inspect", &dir.path().join("none.ansx")]),
         "cannot open",
     );
+    for command in ["verify", "inspect"] {
+        let not_a_file = host(&[&command, &model()]);
+        fails(
+            not_a_file,
+            "not a file; give the archive, such as experts.ansx",
+        );
+    }
     host(&[&"verify"]).assert().code(2);
     host(&[&"pack", &"-m", &model(), &"--codec", &"zip"])
         .assert()
@@ -207,8 +214,14 @@ fn what_cannot_be_packed_leaves_nothing_behind() {
     fs::copy(model().join("config.json"), dir.path().join("config.json")).unwrap();
     fails(
         host(&[&"pack", &"-m", &dir.path(), &"-o", &out]),
-        "experts.safetensors: cannot open",
+        "experts.safetensors: cannot open: No such file or directory (os error 2); it needs a model \
+         directory with raw experts, as `host convert` makes it",
     );
+    let nowhere = dir.path().join("none/a.ansx");
+    let no_place = host(&[&"pack", &"-m", &model(), &"-o", &nowhere]);
+    fails(no_place, "choose a place that can be written");
+    let a_folder = host(&[&"pack", &"-m", &model(), &"-o", &dir.path()]);
+    fails(a_folder, "choose a place that can be written");
     // Cut in the middle of the data.
     let raw = fs::read(model().join("experts.safetensors")).unwrap();
     fs::write(

@@ -226,6 +226,52 @@ fn wrong_usage_and_bad_prompts() {
     );
     let large = ["--prompt-ids", "1", "-c", "513"];
     refused(&mut generate(tiny(), &large), 1, &["--ctx-size 513", "512"]);
+    for (option, value) in [
+        ("--temp", "-1"),
+        ("--temp", "nan"),
+        ("--top-p", "-0.5"),
+        ("--top-p", "nan"),
+        ("--top-k", "-1"),
+        ("--seed", "-2"),
+    ] {
+        let args = ["--prompt-ids", "1", option, value];
+        refused(
+            &mut generate(tiny(), &args),
+            2,
+            &[option, value, "invalid value"],
+        );
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("prompt");
+    fs::write(&file, b"abc\xff").unwrap();
+    let args = ["-f", file.to_str().unwrap()];
+    refused(&mut generate(tiny(), &args), 1, &["prompt: ", "UTF-8"]);
+}
+
+/// Nothing is computed for logits that cannot be written, and nothing is left where they were to go.
+#[test]
+fn logits_have_a_place_before_anything_is_computed() {
+    let dir = tempfile::tempdir().unwrap();
+    for file in [dir.path(), &dir.path().join("none/logits")] {
+        let mut command = generate(tiny(), &PROMPT);
+        let command = command.args(["-n", "1", "--logits"]).arg(file);
+        refused(
+            command,
+            1,
+            &["--logits", "cannot be written", "give a file"],
+        );
+        // Loading says where the experts went.
+        command.assert().stderr(contains("experts").not());
+    }
+    assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0);
+    let file = dir.path().join("logits");
+    let mut command = generate(tiny(), &PROMPT);
+    let object = json(command.args(["-n", "0", "--json", "--logits"]).arg(&file));
+    assert_eq!(object["token_ids"].as_array().unwrap().len(), 0);
+    let bytes = fs::read(&file).unwrap();
+    let tensors = safetensors::SafeTensors::deserialize(&bytes).unwrap();
+    assert_eq!(tensors.tensor("logits").unwrap().shape(), [0, 512]);
+    assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1);
 }
 
 #[test]
@@ -375,6 +421,13 @@ fn eval_windows() {
     let second = nll(&["--context", "32"]);
     assert!(((first + second) / 2.0 - both).abs() < 1e-12);
     refused(&mut eval(&[]), 1, &["512", "33", "--windows or --context"]);
+    refused(&mut eval(&["--windows", "0"]), 1, &["--windows 0"]);
+    let most = usize::MAX.to_string();
+    refused(
+        &mut eval(&["--context", "512", "--windows", &most]),
+        1,
+        &["9444732965739290426881 tokens", "33"],
+    );
     refused(
         &mut eval(&["--context", "513"]),
         1,
@@ -415,6 +468,27 @@ fn text_round_trips_in_whole_characters() {
         .collect();
     assert!(!rest.contains('\u{fffd}'));
     assert_eq!(stream.finish().unwrap(), "\u{fffd}");
+}
+
+#[test]
+fn prompts_are_neither_cut_nor_filled() {
+    let config = host::model::Config::read(&sotu()).unwrap();
+    let text = "Fellow citizens of the Senate";
+    let want = Tokenizer::read(&sotu(), &config).unwrap().unwrap();
+    let want = want.encode(text).unwrap();
+    let file = fs::read(sotu().join("tokenizer.json")).unwrap();
+    let mut file: Value = serde_json::from_slice(&file).unwrap();
+    file["truncation"] = serde_json::json!({
+        "direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0
+    });
+    file["padding"] = serde_json::json!({
+        "strategy": {"Fixed": 64}, "direction": "Right", "pad_to_multiple_of": null,
+        "pad_id": 0, "pad_type_id": 0, "pad_token": "x"
+    });
+    let dir = tempfile::tempdir().unwrap();
+    fs::write(dir.path().join("tokenizer.json"), file.to_string()).unwrap();
+    let tokenizer = Tokenizer::read(dir.path(), &config).unwrap().unwrap();
+    assert_eq!(tokenizer.encode(text).unwrap(), want);
 }
 
 /// The model in the repository.
@@ -478,14 +552,8 @@ fn closed_pipes_and_ctrl_c_end_quietly() {
         std::process::Command::new(env!("CARGO_BIN_EXE_host"))
             .args(["generate", "--device", "cpu", "-m"])
             .arg(sotu())
-            .args([
-                "-p",
-                "Our relations with Mexico",
-                "-n",
-                "-1",
-                "--ignore-eos",
-            ])
-            .args(args)
+            .args(["-p", "Our relations with Mexico", "--ignore-eos"])
+            .args(if args.is_empty() { &["-n", "-1"] } else { args })
             .stdout(Stdio::piped())
             .stderr(Stdio::piped())
             .spawn()
@@ -497,6 +565,15 @@ fn closed_pipes_and_ctrl_c_end_quietly() {
     let out = child.wait_with_output().unwrap();
     assert_eq!(out.status.code(), Some(0));
     assert!(!String::from_utf8_lossy(&out.stderr).contains("error"));
+
+    // Nobody reads stderr: the text goes on.
+    let mut child = spawn(&["-n", "8"]);
+    drop(child.stderr.take());
+    let mut text = String::new();
+    let mut stdout = child.stdout.take().unwrap();
+    stdout.read_to_string(&mut text).unwrap();
+    assert_eq!(child.wait().unwrap().code(), Some(0));
+    assert!(text.len() > 8, "{text:?}");
 
     let mut child = spawn(&[]);
     let mut stdout = child.stdout.take().unwrap();

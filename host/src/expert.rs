@@ -59,6 +59,13 @@ impl MatrixKind {
     }
 }
 
+impl std::fmt::Display for ExpertShape {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let (i, h) = (self.intermediate, self.hidden);
+        write!(f, "{i} x {h}, {}", self.scales.name())
+    }
+}
+
 impl ExpertShape {
     /// `(rows, cols)` of a matrix.
     pub fn dims(&self, kind: MatrixKind) -> (usize, usize) {

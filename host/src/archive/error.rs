@@ -102,7 +102,7 @@ impl fmt::Display for Invalid {
 #[derive(Debug, thiserror::Error)]
 pub enum ArchiveError {
     /// The operating system refused.
-    #[error("{}: cannot {action}: {source}", path.display())]
+    #[error("{}: cannot {action}: {source}; {remedy}", path.display())]
     Io {
         /// The file.
         path: PathBuf,
@@ -110,6 +110,14 @@ pub enum ArchiveError {
         action: &'static str,
         /// Why not.
         source: std::io::Error,
+        /// What to do about it.
+        remedy: &'static str,
+    },
+    /// No archive, nor any other file.
+    #[error("{}: not a file; give the archive, such as experts.ansx of a model directory", path.display())]
+    NotAFile {
+        /// What was given.
+        path: PathBuf,
     },
     /// A field has a wrong value.
     #[error("{0}")]
@@ -153,15 +161,29 @@ pub enum ArchiveError {
 /// The remedy for damage.
 pub(super) const DAMAGED: &str =
     "the archive is damaged: copy it again or make it with `host pack`";
+/// The remedy for an archive that cannot be read.
+pub(super) const UNREADABLE: &str = "give an archive that `host pack` made";
+/// The remedy for an archive that cannot be written.
+pub(super) const UNWRITABLE: &str =
+    "choose a place that can be written and has the space (-o FILE)";
+/// The remedy for raw experts that cannot be read.
+pub(super) const NO_EXPERTS: &str =
+    "it needs a model directory with raw experts, as `host convert` makes it";
 /// The remedy for a file that is something else.
 pub(super) const FOREIGN: &str = "make an archive with `host pack` of this version";
 
 impl ArchiveError {
-    pub(super) fn io(path: &Path, action: &'static str, source: std::io::Error) -> Self {
+    pub(super) fn io(
+        path: &Path,
+        action: &'static str,
+        source: std::io::Error,
+        remedy: &'static str,
+    ) -> Self {
         ArchiveError::Io {
             path: path.to_owned(),
             action,
             source,
+            remedy,
         }
     }
 }

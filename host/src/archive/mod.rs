@@ -35,7 +35,7 @@ pub use pack::{ClassSummary, CodecChoice, PackOptions, Summary, SymbolChoice, pa
 pub use source::{ExpertSource, SafetensorsExperts};
 pub use verify::{Verified, verify};
 
-use error::{Check, DAMAGED, hex};
+use error::{Check, DAMAGED, UNREADABLE, hex};
 use format::{ALIGN, INDEX, LAYER, MATRIX, NO_TABLE, TABLE_HEADER, get, u16_at, u32_at, u64_at};
 
 /// An open archive whose header, tables and index have been checked.
@@ -101,17 +101,21 @@ impl Archive {
     /// The file is mapped: it must not be changed or cut while the archive is open.
     pub fn open(path: impl AsRef<Path>) -> Result<Self, ArchiveError> {
         let path = path.as_ref();
-        let file = File::open(path).map_err(|e| ArchiveError::io(path, "open", e))?;
+        let file = File::open(path).map_err(|e| ArchiveError::io(path, "open", e, UNREADABLE))?;
         let len = (file.metadata())
-            .map_err(|e| ArchiveError::io(path, "read the length of", e))?
-            .len();
+            .map_err(|e| ArchiveError::io(path, "read the length of", e, UNREADABLE))?;
+        if !len.is_file() {
+            return Err(ArchiveError::NotAFile { path: path.into() });
+        }
+        let len = len.len();
         if len == 0 {
             Header::read(path, &[], 0)?;
         }
         // SAFETY: the mapping is read-only and its bytes are not trusted: each use checks bounds
         // and values. That nobody cuts the file meanwhile is the documented condition; the
         // operating system would end the process.
-        let map = unsafe { Mmap::map(&file) }.map_err(|e| ArchiveError::io(path, "map", e))?;
+        let map = unsafe { Mmap::map(&file) }
+            .map_err(|e| ArchiveError::io(path, "map", e, UNREADABLE))?;
         let header = Header::read(path, &map, map.len() as u64)?;
         let mut archive = Archive {
             path: path.to_owned(),

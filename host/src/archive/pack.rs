@@ -14,7 +14,7 @@ use crate::codec::{
 };
 use crate::expert::{ExpertShape, MatrixKind, RawMatrix};
 
-use super::error::ArchiveError;
+use super::error::{ArchiveError, UNWRITABLE};
 use super::format::{
     ALIGN, Digest, HEADER, Header, INDEX, LAYER, MATRIX, MAX_ALIGN_LOG2, NO_TABLE, TABLE_HEADER,
     class, fingerprint, short,
@@ -222,6 +222,21 @@ pub fn pack(
     let layers = source.layers();
     let experts = source.experts();
 
+    let io = |action| move |e| ArchiveError::io(out, action, e, UNWRITABLE);
+    let dir = match out.parent() {
+        Some(p) if p != Path::new("") => p,
+        _ => Path::new("."),
+    };
+    // First of all, so that hours of counting do not end at a folder that cannot be written.
+    if out.is_dir() {
+        return Err(io("write")(std::io::ErrorKind::IsADirectory.into()));
+    }
+    let mut file = tempfile::Builder::new()
+        .prefix(".experts-")
+        .suffix(".partial")
+        .tempfile_in(dir)
+        .map_err(io("make a temporary file beside"))?;
+
     let mut counts = Vec::with_capacity(layers.len());
     let mut digests = Vec::with_capacity(layers.len() * experts);
     for &layer in layers {
@@ -235,17 +250,6 @@ pub fn pack(
         CodecChoice::Raw => None,
         _ => choose_symbols(source, options, &counts)?,
     };
-
-    let io = |action| move |e| ArchiveError::io(out, action, e);
-    let dir = match out.parent() {
-        Some(p) if p != Path::new("") => p,
-        _ => Path::new("."),
-    };
-    let mut file = tempfile::Builder::new()
-        .prefix(".experts-")
-        .suffix(".partial")
-        .tempfile_in(dir)
-        .map_err(io("make a temporary file beside"))?;
 
     let table_bytes: usize = tables
         .iter()
@@ -329,7 +333,7 @@ pub fn pack(
     file.as_file().sync_all().map_err(io("flush"))?;
     set_mode(file.as_file()).map_err(io("set the mode of"))?;
     file.persist(out)
-        .map_err(|e| ArchiveError::io(out, "rename to", e.error))?;
+        .map_err(|e| ArchiveError::io(out, "rename to", e.error, UNWRITABLE))?;
     File::open(dir)
         .and_then(|d| d.sync_all())
         .map_err(io("flush the directory of"))?;
@@ -397,7 +401,10 @@ fn count_layer(
             {
                 return Err(ArchiveError::Source {
                     path: format!("layer {layer}, expert {e}, {}", kind.name()).into(),
-                    what: format!("expected finite scales that are not negative, found {s}"),
+                    what: format!(
+                        "expected finite scales that are not negative, found {s}; \
+                         make the model directory with `host convert`"
+                    ),
                 });
             }
             let (rows, cols) = shape.dims(kind);

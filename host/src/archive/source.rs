@@ -12,6 +12,7 @@ use serde::Deserialize;
 use crate::codec::{ScaleFormat, decode_scales};
 use crate::expert::{ExpertShape, MatrixKind, RawMatrix, ScaleKind};
 
+use super::error::NO_EXPERTS;
 use super::{Archive, ArchiveError};
 
 /// The raw experts of a model.
@@ -82,17 +83,18 @@ impl SafetensorsExperts {
             what,
         };
         let config_path = dir.join("config.json");
-        let config =
-            std::fs::read(&config_path).map_err(|e| ArchiveError::io(&config_path, "read", e))?;
+        let config = std::fs::read(&config_path)
+            .map_err(|e| ArchiveError::io(&config_path, "read", e, NO_EXPERTS))?;
         let config: Config = serde_json::from_slice(&config).map_err(|e| ArchiveError::Source {
             path: config_path.clone(),
             what: format!("{e}; a model directory is made by `host convert`"),
         })?;
 
-        let file = File::open(&path).map_err(|e| ArchiveError::io(&path, "open", e))?;
+        let file = File::open(&path).map_err(|e| ArchiveError::io(&path, "open", e, NO_EXPERTS))?;
         // SAFETY: read-only, and every use checks bounds; that nobody cuts the file meanwhile is
         // the documented condition.
-        let map = unsafe { Mmap::map(&file) }.map_err(|e| ArchiveError::io(&path, "map", e))?;
+        let map = unsafe { Mmap::map(&file) }
+            .map_err(|e| ArchiveError::io(&path, "map", e, NO_EXPERTS))?;
         let bad = |e: safetensors::SafeTensorError| {
             wrong(format!("{e}; copy it again or make it with `host convert`"))
         };

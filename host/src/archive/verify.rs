@@ -39,12 +39,7 @@ pub fn verify<S: ExpertSource>(
     if let Some(model) = model {
         let (a, b) = (archive.shape(), model.shape());
         if a != b {
-            return Err(header.invalid(
-                "shape",
-                format_args!("{b:?}"),
-                format_args!("{a:?}"),
-                OTHER,
-            ));
+            return Err(header.invalid("shape", b, a, OTHER));
         }
         let (a, b) = (archive.layers(), model.layers());
         if a != b {

@@ -159,6 +159,14 @@ fn cases<B: Timed>(
 
 pub fn run(args: BenchArgs) -> anyhow::Result<()> {
     let What::Kernels(args) = args.what;
+    for (tokens, experts) in
+        (args.tokens.iter()).flat_map(|t| args.experts.iter().map(move |e| (t, e)))
+    {
+        anyhow::ensure!(
+            tokens * experts <= 1 << 16,
+            "--tokens {tokens} for each of --experts {experts}: at most 65536 in all"
+        );
+    }
     if args.device != DeviceArg::Cpu && !args.arm.is_empty() {
         anyhow::bail!("--arm is for --device cpu");
     }

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use clap::{Args, ValueEnum};
 
-use super::ui::Progress;
+use super::ui::{self, Progress};
 use crate::convert::convert;
 use crate::expert::ScaleKind;
 use crate::interrupt;
@@ -45,7 +45,7 @@ pub fn run(args: ConvertArgs) -> anyhow::Result<()> {
     });
     progress.finish();
     let s = summary?;
-    eprintln!(
+    ui::note!(
         "{}: {} dense tensors, {:.1} MB; {} experts as {}, {:.1} MB",
         args.to.display(),
         s.dense_tensors,
@@ -55,7 +55,7 @@ pub fn run(args: ConvertArgs) -> anyhow::Result<()> {
         s.expert_bytes as f64 / 1e6
     );
     if s.left_out > 0 {
-        eprintln!(
+        ui::note!(
             "left out {} tensors of layers past num_hidden_layers (multi-token prediction)",
             s.left_out
         );

@@ -8,8 +8,9 @@ use serde_json::json;
 
 use super::generate::EngineArgs;
 use super::ui::{self, Progress};
-use crate::eval::{eval, read_ids};
+use crate::eval::{check, eval, read_ids};
 use crate::interrupt;
+use crate::model::Config;
 
 #[derive(Args)]
 pub struct EvalArgs {
@@ -33,6 +34,7 @@ pub fn run(args: EvalArgs) -> anyhow::Result<()> {
     interrupt::install();
     let ids = read_ids(&args.ids)?;
     let dir = args.engine.directory()?;
+    check(&Config::read(&dir)?, &ids, args.context, args.windows)?;
     let mut engine = args.engine.open(&dir)?;
     let mut progress = Progress::new("windows");
     let start = Instant::now();
@@ -60,7 +62,7 @@ pub fn run(args: EvalArgs) -> anyhow::Result<()> {
     } else {
         ui::out(&format!("{:.4}\n", score.nll))?;
     }
-    eprintln!(
+    ui::note!(
         "{} windows of {}: {:.4} nats a token, {:.1} tokens/s",
         score.windows,
         args.context,

@@ -91,9 +91,9 @@ impl EngineArgs {
         let engine = engine::open(dir, options, |done, all| progress.set(done, all));
         progress.finish();
         let engine = engine?;
-        eprintln!("{}: {}", dir.display(), engine.placement());
+        ui::note!("{}: {}", dir.display(), engine.placement());
         if engine.rounded() > 0 {
-            eprintln!(
+            ui::note!(
                 "{} dense tensors were rounded from f32 to bf16",
                 engine.rounded()
             );
@@ -117,17 +117,24 @@ pub struct GenerateArgs {
     #[arg(short, long, value_name = "N")]
     ctx_size: Option<usize>,
     /// Temperature; 0 takes the likeliest token
-    #[arg(long, default_value_t = 0.8, value_parser = temperature)]
+    #[arg(long, default_value_t = 0.8, value_parser = temperature, allow_negative_numbers = true)]
     temp: f32,
     /// Choose among the N likeliest tokens; 0: all
-    #[arg(long, value_name = "N", default_value_t = 40)]
+    #[arg(
+        long,
+        value_name = "N",
+        default_value_t = 40,
+        allow_negative_numbers = true
+    )]
     top_k: usize,
     /// Choose among the fewest tokens that are this likely together
-    #[arg(long, value_name = "P", default_value_t = 0.95, value_parser = probability)]
+    #[arg(long, value_name = "P", default_value_t = 0.95, value_parser = probability,
+          allow_negative_numbers = true)]
     top_p: f32,
-    /// Seed of the random numbers [default: a new one, printed]
-    #[arg(short, long)]
-    seed: Option<u64>,
+    /// Seed of the random numbers; -1: a new one, printed
+    #[arg(short, long, value_name = "SEED", default_value = "-1", value_parser = seed,
+          allow_negative_numbers = true)]
+    seed: Seed,
     /// Go on past end tokens
     #[arg(long)]
     ignore_eos: bool,
@@ -160,6 +167,18 @@ fn temperature(text: &str) -> Result<f32, String> {
     }
 }
 
+/// `None`: whatever comes.
+#[derive(Clone, Copy)]
+struct Seed(Option<u64>);
+
+fn seed(text: &str) -> Result<Seed, String> {
+    match text.parse() {
+        Ok(n) => Ok(Seed(Some(n))),
+        Err(_) if text == "-1" => Ok(Seed(None)),
+        Err(_) => Err(format!("a number from 0 to {}, or -1", u64::MAX)),
+    }
+}
+
 fn probability(text: &str) -> Result<f32, String> {
     match text.parse() {
         Ok(p) if p > 0.0 && p <= 1.0 => Ok(p),
@@ -175,8 +194,10 @@ impl PromptArgs {
         let text = match (&self.prompt, &self.file) {
             (Some(text), _) => text.clone(),
             (None, Some(file)) => {
-                let mut text = std::fs::read_to_string(file)
-                    .with_context(|| format!("{}: the prompt cannot be read", file.display()))?;
+                let mut text = std::fs::read_to_string(file).with_context(|| {
+                    let file = file.display();
+                    format!("{file}: the prompt cannot be read; give a file of UTF-8 text")
+                })?;
                 if text.ends_with('\n') {
                     text.pop();
                 }
@@ -197,20 +218,11 @@ impl PromptArgs {
 pub fn run(args: GenerateArgs) -> anyhow::Result<()> {
     interrupt::install();
     let dir = args.engine.directory()?;
-    let tokenizer = Tokenizer::read(&dir, &Config::read(&dir)?)?;
-    let prompt = args.prompt.ids(&dir, tokenizer.as_ref())?;
-    let start = Instant::now();
-    let mut engine = args.engine.open(&dir)?;
-    let load_time = start.elapsed();
-    let seed = args.seed.unwrap_or_else(fresh_seed);
-    if args.temp > 0.0 {
-        eprintln!("seed {seed}");
-    }
-    if tokenizer.is_none() {
-        eprintln!("{}: no tokenizer.json, so no text", dir.display());
-    }
+    let config = Config::read(&dir)?;
+    let tokenizer = Tokenizer::read(&dir, &config)?;
+    let seed = args.seed.0.unwrap_or_else(fresh_seed);
     let request = Request {
-        prompt,
+        prompt: args.prompt.ids(&dir, tokenizer.as_ref())?,
         tokens: usize::try_from(args.predict).ok(),
         context: args.ctx_size,
         sampling: Sampling {
@@ -222,6 +234,20 @@ pub fn run(args: GenerateArgs) -> anyhow::Result<()> {
         ignore_eos: args.ignore_eos,
         keep_logits: args.logits.is_some(),
     };
+    // What will not do is refused before the model loads.
+    request.check(&config)?;
+    if let Some(file) = &args.logits {
+        check_logits(file)?;
+    }
+    let start = Instant::now();
+    let mut engine = args.engine.open(&dir)?;
+    let load_time = start.elapsed();
+    if args.temp > 0.0 {
+        ui::note!("seed {seed}");
+    }
+    if tokenizer.is_none() {
+        ui::note!("{}: no tokenizer.json, so no text", dir.display());
+    }
 
     let mut stream = tokenizer.as_ref().map(Tokenizer::stream);
     let mut text = String::new();
@@ -234,7 +260,19 @@ pub fn run(args: GenerateArgs) -> anyhow::Result<()> {
         }
         Ok(())
     };
-    let generated = generate(engine.as_mut(), &request, |id| {
+    let mut progress = Some(Progress::new("reading the prompt"));
+    let on_prompt = |done, all| {
+        let Some(mut shown) = progress.take() else {
+            return;
+        };
+        shown.set(done, all);
+        if done == all {
+            shown.finish(); // before the first token is written
+        } else {
+            progress = Some(shown);
+        }
+    };
+    let generated = generate(engine.as_mut(), &request, on_prompt, |id| {
         match stream.as_mut().map_or(Ok(()), |s| emit(s.push(id))) {
             Ok(()) => ControlFlow::Continue(()),
             Err(e) => {
@@ -242,7 +280,11 @@ pub fn run(args: GenerateArgs) -> anyhow::Result<()> {
                 ControlFlow::Break(())
             }
         }
-    })?;
+    });
+    if let Some(shown) = progress {
+        shown.finish();
+    }
+    let generated = generated?;
     if failed.is_none()
         && let Some(stream) = &mut stream
     {
@@ -269,9 +311,9 @@ pub fn run(args: GenerateArgs) -> anyhow::Result<()> {
         ui::out("\n")?;
     }
     if generated.finish_reason == FinishReason::Interrupted {
-        eprintln!("interrupted");
+        ui::note!("interrupted");
     }
-    eprintln!(
+    ui::note!(
         "load {:.2} s; prompt {} tokens, {:.1} tokens/s; generated {} tokens, {:.1} tokens/s",
         load_time.as_secs_f64(),
         request.prompt.len(),
@@ -309,12 +351,30 @@ fn timings(request: &Request, generated: &Generated, load_time: Duration) -> ser
     })
 }
 
-/// Writes `logits`, whole or not at all.
-fn write_logits(file: &Path, generated: &Generated, vocab: usize) -> anyhow::Result<()> {
-    let parent = match file.parent() {
+fn folder(file: &Path) -> &Path {
+    match file.parent() {
         Some(p) if !p.as_os_str().is_empty() => p,
         _ => Path::new("."),
+    }
+}
+
+/// Whether a file can be made there; it leaves none.
+fn check_logits(file: &Path) -> anyhow::Result<()> {
+    let made = if file.is_dir() {
+        Err(std::io::ErrorKind::IsADirectory.into())
+    } else {
+        tempfile::tempfile_in(folder(file)).map(drop)
     };
+    made.with_context(|| {
+        format!(
+            "--logits {}: it cannot be written; give a file in a folder that can be",
+            file.display()
+        )
+    })
+}
+
+/// Writes `logits`, whole or not at all.
+fn write_logits(file: &Path, generated: &Generated, vocab: usize) -> anyhow::Result<()> {
     let write = || -> anyhow::Result<()> {
         let bytes: Vec<u8> = generated
             .logits
@@ -323,7 +383,7 @@ fn write_logits(file: &Path, generated: &Generated, vocab: usize) -> anyhow::Res
             .collect();
         let shape = vec![generated.ids.len(), vocab];
         let view = safetensors::tensor::TensorView::new(safetensors::Dtype::F32, shape, &bytes)?;
-        let mut staged = tempfile::NamedTempFile::new_in(parent)?;
+        let mut staged = tempfile::NamedTempFile::new_in(folder(file))?;
         let whole = safetensors::serialize([("logits", view)], None)?;
         std::io::Write::write_all(&mut staged, &whole)?;
         #[cfg(unix)]

@@ -54,6 +54,7 @@ pub fn main() -> ExitCode {
                 .unwrap_or_else(|_| "warn".into()),
         )
         .with_writer(io::stderr)
+        .log_internal_errors(false)
         .without_time()
         .with_target(false)
         .init();
@@ -72,7 +73,7 @@ pub fn main() -> ExitCode {
         // Whoever read our output has had enough.
         Err(e) if is_broken_pipe(&e) => ExitCode::SUCCESS,
         Err(e) => {
-            eprintln!("error: {}", message(&e));
+            ui::note!("error: {}", message(&e));
             ExitCode::FAILURE
         }
     }

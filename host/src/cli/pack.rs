@@ -109,7 +109,7 @@ pub fn run(args: PackArgs) -> anyhow::Result<()> {
     if args.json {
         return Ok(ui::out(&format!("{}\n", serde_json::to_string(&s)?))?);
     }
-    eprintln!(
+    ui::note!(
         "{}: {} experts, {:.2} MB of {:.2} MB raw, ratio {:.4} ({:.4} of packed int4)",
         out.display(),
         experts,
@@ -119,9 +119,9 @@ pub fn run(args: PackArgs) -> anyhow::Result<()> {
         s.file_bytes as f64 / (s.gate_up.packed_bytes + s.down.packed_bytes) as f64
     );
     for (name, class) in [("gate_up", &s.gate_up), ("down", &s.down)] {
-        eprintln!("{}", line(name, class));
+        ui::note!("{}", line(name, class));
     }
-    eprintln!("{}", tables(&s));
+    ui::note!("{}", tables(&s));
     Ok(())
 }
 

@@ -8,9 +8,22 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 /// Writes to stdout at once; a closed pipe is an error that `cli::main` keeps quiet about.
 pub fn out(text: &str) -> io::Result<()> {
     let mut stdout = io::stdout().lock();
-    stdout.write_all(text.as_bytes())?;
-    stdout.flush()
+    let written = stdout.write_all(text.as_bytes());
+    written
+        .and_then(|()| stdout.flush())
+        .map_err(|e| io::Error::new(e.kind(), format!("standard output: {e}")))
 }
+
+/// Writes a line to stderr. Unlike `eprintln!` it does not panic where nobody can read it.
+pub fn err(line: std::fmt::Arguments<'_>) {
+    let _ = writeln!(io::stderr().lock(), "{line}");
+}
+
+/// Formats a line for stderr; see [`err`].
+macro_rules! note {
+    ($($arg:tt)*) => { $crate::cli::ui::err(format_args!($($arg)*)) };
+}
+pub(crate) use note;
 
 /// A progress bar on stderr that shows once a second has gone by, and only on a terminal.
 pub struct Progress {

@@ -65,7 +65,7 @@ pub fn run(args: VerifyArgs) -> anyhow::Result<()> {
         });
         return Ok(ui::out(&format!("{text}\n"))?);
     }
-    eprintln!(
+    ui::note!(
         "{}: {} records, {:.2} MB, whole; compared with their own digests and {compared}; \
          {:.2} GB/s of raw experts",
         args.file.display(),

@@ -7,7 +7,7 @@ use thiserror::Error;
 
 use crate::engine::{Engine, EngineError};
 use crate::interrupt;
-use crate::model::{CHUNK, Wanted};
+use crate::model::{CHUNK, Config, Wanted};
 
 /// Why tokens cannot be scored.
 #[derive(Debug, Error)]
@@ -41,7 +41,7 @@ pub enum EvalError {
         vocab: usize,
     },
     /// Too few tokens.
-    #[error("{windows} windows of {context} need {} tokens, the file has {tokens}; lower --windows or --context", windows * context + 1)]
+    #[error("{windows} windows of {context} need {} tokens, the file has {tokens}; lower --windows or --context", *windows as u128 * *context as u128 + 1)]
     Short {
         /// Windows asked for.
         windows: usize,
@@ -50,6 +50,9 @@ pub enum EvalError {
         /// Tokens there are.
         tokens: usize,
     },
+    /// Nothing to score.
+    #[error("--windows 0: ask for 1 or more, or leave it out for all that the file holds")]
+    NoWindows,
     /// A window longer than the model's positions.
     #[error("--context {asked}: the model has {max} positions; ask for 1 to {max}")]
     Context {
@@ -103,6 +106,44 @@ pub fn nll(logits: &[f32], target: u32) -> f64 {
     top + libm::log(sum) - logits[target as usize] as f64
 }
 
+/// Refuses what cannot be scored; the number of windows. For use before the model is loaded, which
+/// may take long.
+pub fn check(
+    config: &Config,
+    ids: &[u32],
+    context: usize,
+    windows: Option<usize>,
+) -> Result<usize, EvalError> {
+    let (vocab, max) = (config.vocab, config.max_positions);
+    if context == 0 || context > max {
+        return Err(EvalError::Context {
+            asked: context,
+            max,
+        });
+    }
+    let fit = ids.len().saturating_sub(1) / context;
+    let windows = windows.unwrap_or(fit.max(1));
+    if windows == 0 {
+        return Err(EvalError::NoWindows);
+    }
+    if windows > fit {
+        return Err(EvalError::Short {
+            windows,
+            context,
+            tokens: ids.len(),
+        });
+    }
+    let used = &ids[..windows * context + 1];
+    match used.iter().position(|id| *id as usize >= vocab) {
+        Some(at) => Err(EvalError::Token {
+            at,
+            id: used[at],
+            vocab,
+        }),
+        None => Ok(windows),
+    }
+}
+
 /// Windows of `context` inputs start at 0, `context`, `2 * context`, …; each is a sequence of its
 /// own and predicts the tokens that follow its inputs. `windows` of them, by default as many as
 /// fit. `progress` gets `(windows done, windows)`.
@@ -113,30 +154,9 @@ pub fn eval(
     windows: Option<usize>,
     mut progress: impl FnMut(usize, usize),
 ) -> Result<Score, EvalError> {
-    let (vocab, max) = (engine.config().vocab, engine.config().max_positions);
-    if context == 0 || context > max {
-        return Err(EvalError::Context {
-            asked: context,
-            max,
-        });
-    }
-    let fit = ids.len().saturating_sub(1) / context;
-    let windows = windows.unwrap_or(fit);
-    if windows == 0 || windows > fit {
-        return Err(EvalError::Short {
-            windows: windows.max(1),
-            context,
-            tokens: ids.len(),
-        });
-    }
+    let windows = check(engine.config(), ids, context, windows)?;
+    let vocab = engine.config().vocab;
     let used = &ids[..windows * context + 1];
-    if let Some((at, id)) = used
-        .iter()
-        .enumerate()
-        .find(|(_, id)| **id as usize >= vocab)
-    {
-        return Err(EvalError::Token { at, id: *id, vocab });
-    }
     let mut total = 0.0;
     for w in 0..windows {
         engine.begin(context, Wanted::All)?;

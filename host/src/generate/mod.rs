@@ -8,7 +8,7 @@ use thiserror::Error;
 
 use crate::engine::{Engine, EngineError};
 use crate::interrupt;
-use crate::model::{CHUNK, Wanted};
+use crate::model::{CHUNK, Config, Wanted};
 use crate::sample::{Sampler, Sampling};
 
 /// What to generate.
@@ -95,40 +95,52 @@ pub enum GenerateError {
     Engine(#[from] EngineError),
 }
 
-/// Generates; `on_token` gets each token as it is chosen and may stop.
+impl Request {
+    /// Refuses what the model cannot serve; the positions there are. For use before the model is
+    /// loaded, which may take long.
+    pub fn check(&self, config: &Config) -> Result<usize, GenerateError> {
+        let (vocab, max) = (config.vocab, config.max_positions);
+        if self.prompt.is_empty() {
+            return Err(GenerateError::Empty);
+        }
+        if let Some(id) = self.prompt.iter().find(|id| **id as usize >= vocab) {
+            return Err(GenerateError::Token { id: *id, vocab });
+        }
+        let context = match self.context {
+            Some(asked) if asked == 0 || asked > max => {
+                return Err(GenerateError::Context { asked, max });
+            }
+            Some(asked) => asked,
+            None => max,
+        };
+        let tokens = self.prompt.len();
+        if tokens > context {
+            return Err(GenerateError::TooLong {
+                tokens,
+                context,
+                max,
+            });
+        }
+        Ok(context)
+    }
+}
+
+/// Generates; `on_prompt` gets `(prompt tokens done, prompt tokens)`, `on_token` each token as it is
+/// chosen, and may stop.
 pub fn generate(
     engine: &mut dyn Engine,
     request: &Request,
+    mut on_prompt: impl FnMut(usize, usize),
     mut on_token: impl FnMut(u32) -> ControlFlow<()>,
 ) -> Result<Generated, GenerateError> {
     let config = engine.config();
-    let (vocab, max) = (config.vocab, config.max_positions);
+    let context = request.check(config)?;
     let eos = if request.ignore_eos {
         Vec::new()
     } else {
         config.eos.clone()
     };
     let prompt = &request.prompt;
-    if prompt.is_empty() {
-        return Err(GenerateError::Empty);
-    }
-    if let Some(id) = prompt.iter().find(|id| **id as usize >= vocab) {
-        return Err(GenerateError::Token { id: *id, vocab });
-    }
-    let context = match request.context {
-        Some(asked) if asked == 0 || asked > max => {
-            return Err(GenerateError::Context { asked, max });
-        }
-        Some(asked) => asked,
-        None => max,
-    };
-    if prompt.len() > context {
-        return Err(GenerateError::TooLong {
-            tokens: prompt.len(),
-            context,
-            max,
-        });
-    }
     // The last token is never fed back, hence one more than there are positions left.
     let room = context - prompt.len() + 1;
     let n = request.tokens.map_or(room, |n| n.min(room));
@@ -158,6 +170,7 @@ pub fn generate(
             Wanted::None
         };
         logits = engine.forward(batch, wanted)?;
+        on_prompt(i * CHUNK + batch.len(), prompt.len());
     }
     out.prompt_time = start.elapsed();
     let start = Instant::now();

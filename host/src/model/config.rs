@@ -177,7 +177,7 @@ impl Config {
             groups: o.size_or("n_group", 1)?,
             top_groups: o.size_or("topk_group", 1)?,
             normalise: o.flag("norm_topk_prob", true)?,
-            scaling: o.number_or("routed_scaling_factor", 2.5)? as f32,
+            scaling: o.single_or("routed_scaling_factor", 2.5)?,
         };
         let group = router.experts / router.groups;
         if !router.experts.is_multiple_of(router.groups) || (router.groups > 1 && group < 2) {
@@ -201,7 +201,7 @@ impl Config {
             shared_intermediate: o.size("moe_intermediate_size")?
                 * o.size_or("n_shared_experts", 1)?,
             q_lora: o.size("q_lora_rank")?,
-            eps: o.number_or("rms_norm_eps", 1e-5)? as f32,
+            eps: o.single_or("rms_norm_eps", 1e-5)?,
             rope_theta: rope_theta(o)?,
             max_positions: o.size("max_position_embeddings")?,
             tied: o.flag("tie_word_embeddings", false)?,
@@ -374,21 +374,22 @@ impl Object {
 
     /// A count, which may be 0.
     fn count(&self, field: &str) -> Result<usize, ModelError> {
-        let expected = format!("an integer from 0 to {MAX_DIMENSION}");
-        let Some(v) = self.get(field) else {
-            return Err(self.bad(field, expected, "nothing"));
-        };
-        match v.as_u64().and_then(|n| usize::try_from(n).ok()) {
-            Some(n) if n <= MAX_DIMENSION => Ok(n),
-            _ => Err(self.bad(field, expected, short(v))),
-        }
+        self.integer(field, 0)
     }
 
     /// A positive dimension.
     fn size(&self, field: &str) -> Result<usize, ModelError> {
-        match self.count(field)? {
-            0 => Err(self.bad(field, "a positive number", 0)),
-            n => Ok(n),
+        self.integer(field, 1)
+    }
+
+    fn integer(&self, field: &str, least: usize) -> Result<usize, ModelError> {
+        let expected = format!("an integer from {least} to {MAX_DIMENSION}");
+        let Some(v) = self.get(field) else {
+            return Err(self.bad(field, expected, "nothing"));
+        };
+        match v.as_u64().and_then(|n| usize::try_from(n).ok()) {
+            Some(n) if (least..=MAX_DIMENSION).contains(&n) => Ok(n),
+            _ => Err(self.bad(field, expected, short(v))),
         }
     }
 
@@ -406,6 +407,16 @@ impl Object {
                 Some(x) if x > 0.0 && x.is_finite() => Ok(x),
                 _ => Err(self.bad(field, "a positive number", short(v))),
             },
+        }
+    }
+
+    /// A number that f32 holds as one that is positive and finite.
+    fn single_or(&self, field: &str, default: f64) -> Result<f32, ModelError> {
+        let x = self.number_or(field, default)? as f32;
+        if x.is_normal() {
+            Ok(x)
+        } else {
+            Err(self.bad(field, "a positive number within f32", x))
         }
     }
 
@@ -565,6 +576,9 @@ mod tests {
         refused("hidden_size", 16384.into());
         refused("vocab_size", u64::MAX.into());
         refused("num_experts_per_tok", 9.into());
+        refused("num_experts_per_tok", 0.into());
+        refused("rms_norm_eps", 1e300.into());
+        refused("routed_scaling_factor", 1e-300.into());
         refused("n_group", 3.into());
         refused(
             "quantization_config",
@@ -585,5 +599,16 @@ mod tests {
             })
             .is_err()
         );
+        // More experts a token than the groups that are kept hold: 2 of 4 groups of 2.
+        let grouped = |top_k: usize| {
+            parse(|m| {
+                m.insert("n_group".into(), 4.into());
+                m.insert("topk_group".into(), 2.into());
+                m.insert("num_experts_per_tok".into(), top_k.into());
+            })
+        };
+        assert_eq!(grouped(4).unwrap().router.top_k, 4);
+        let e = grouped(5).unwrap_err().to_string();
+        assert!(e.contains("num_experts_per_tok: expected at most 4"), "{e}");
     }
 }

@@ -124,8 +124,7 @@ pub fn check_archive(archive: &Archive, dir: &Path, config: &Config) -> Result<b
     let shape = archive.shape();
     let want = config.expert_shape(shape.scales);
     if *shape != want {
-        let text = |s: &ExpertShape| format!("{} x {}", s.intermediate, s.hidden);
-        return wrong("expert shape", text(&want), text(shape));
+        return wrong("expert shape", want.to_string(), shape.to_string());
     }
     let layers: Vec<u32> = config.sparse_layers().map(|l| l as u32).collect();
     if archive.layers() != layers {
