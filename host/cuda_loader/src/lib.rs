@@ -5,13 +5,17 @@
 //! `libcuda.so.1` every one of them returns CUDA_ERROR_NO_DEVICE (100).
 //!
 //! `cust` declares the driver's results as a Rust enum of the codes that CUDA 11 knew, and a code that is
-//! not among them is undefined behaviour there. So what can fail in a way that newer drivers
-//! report newly (initialising, contexts, modules, launches, allocation) is declared here too, in
-//! [`sys`], with plain integers, and [`check`] turns a code into a [`DriverError`].
+//! not among them is undefined behaviour there. So every result passes through a table of those
+//! codes: one that is not in it becomes CUDA_ERROR_UNKNOWN (999), and [`last_error_code`] has what the
+//! driver said. What `cust` does not cover is declared in [`sys`] with plain integers, over the same
+//! symbols; [`check`] turns a code of either into a [`DriverError`].
 
+mod codes;
 mod names;
 pub mod sys;
 mod trampoline;
+
+pub use codes::last_error_code;
 
 use std::ffi::{CStr, c_char, c_void};
 use std::path::PathBuf;
@@ -157,14 +161,17 @@ impl DriverError {
     pub const NOT_SUPPORTED: u32 = 801;
 }
 
-/// Turns a result of a function in [`sys`] into a [`Result`].
+/// Turns a result of a function in [`sys`], or of `cust` in this thread, into a [`Result`]. Call it
+/// before another driver function fails: what CUDA_ERROR_UNKNOWN stands for is then still there.
 ///
 /// # Errors
 /// Any code but 0, with the driver's name and description where it has one.
 pub fn check(code: u32) -> Result<(), DriverError> {
-    if code == 0 {
-        return Ok(());
-    }
+    let code = match (code, last_error_code()) {
+        (0, _) => return Ok(()),
+        (codes::UNKNOWN, last) if last != 0 => last,
+        _ => code,
+    };
     let text = |get: unsafe extern "C" fn(u32, *mut *const c_char) -> u32| {
         let mut text: *const c_char = std::ptr::null();
         // SAFETY: the pointer is valid; the driver's strings are static, and with no driver, or a code
@@ -174,20 +181,20 @@ pub fn check(code: u32) -> Result<(), DriverError> {
             known.then(|| CStr::from_ptr(text).to_string_lossy().into_owned())
         }
     };
-    let known = match code {
-        DriverError::NO_DEVICE => Some((
-            "CUDA_ERROR_NO_DEVICE",
-            "no CUDA-capable device, or no driver loaded",
-        )),
-        DriverError::NOT_SUPPORTED => Some(("CUDA_ERROR_NOT_SUPPORTED", "operation not supported")),
-        _ => None,
-    };
-    let name = text(sys::cuGetErrorName).or(known.map(|(name, _)| name.into()));
-    let description = text(sys::cuGetErrorString).or(known.map(|(_, text)| text.into()));
+    let name = text(sys::cuGetErrorName).or_else(|| codes::name(code).map(Into::into));
+    let description = text(sys::cuGetErrorString).unwrap_or_else(|| {
+        match code {
+            DriverError::NO_DEVICE => "no CUDA-capable device, or no driver loaded",
+            DriverError::NOT_SUPPORTED => "operation not supported",
+            _ => "the driver has no description",
+        }
+        .into()
+    });
+    codes::restore_last(code);
     Err(DriverError {
         code,
         name: name.unwrap_or_else(|| "unknown CUDA error".into()),
-        description: description.unwrap_or_else(|| "the driver has no description".into()),
+        description,
     })
 }
 

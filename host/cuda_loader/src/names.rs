@@ -1,5 +1,6 @@
 //! The driver functions that are bound: all that cust_raw 0.11.3 declares, and later ones that an
-//! engine may call. One that the driver lacks returns CUDA_ERROR_NOT_SUPPORTED.
+//! engine may call. One that the driver lacks returns CUDA_ERROR_NOT_SUPPORTED. In brackets: the words of
+//! arguments on the stack (see [`trampoline`](crate::trampoline)).
 
 crate::trampoline::trampolines! {
     cuArray3DCreate_v2, cuArray3DGetDescriptor_v2, cuArrayCreate_v2, cuArrayDestroy,
@@ -53,10 +54,10 @@ crate::trampoline::trampolines! {
     cuGraphicsResourceSetMapFlags_v2, cuGraphicsSubResourceGetMappedArray,
     cuGraphicsUnmapResources, cuGraphicsUnregisterResource, cuImportExternalMemory,
     cuImportExternalSemaphore, cuInit, cuIpcCloseMemHandle, cuIpcGetEventHandle,
-    cuIpcGetMemHandle, cuIpcOpenEventHandle, cuIpcOpenMemHandle_v2, cuKernelGetFunction,
-    cuLaunch, cuLaunchCooperativeKernel, cuLaunchCooperativeKernelMultiDevice, cuLaunchGrid,
-    cuLaunchGridAsync, cuLaunchHostFunc, cuLaunchKernel, cuLaunchKernelEx, cuLibraryGetKernel,
-    cuLibraryLoadData, cuLibraryUnload, cuLinkAddData_v2, cuLinkAddFile_v2, cuLinkComplete,
+    cuIpcGetMemHandle, cuIpcOpenEventHandle(8), cuIpcOpenMemHandle_v2(8), cuKernelGetFunction,
+    cuLaunch, cuLaunchCooperativeKernel(4), cuLaunchCooperativeKernelMultiDevice, cuLaunchGrid,
+    cuLaunchGridAsync, cuLaunchHostFunc, cuLaunchKernel(5), cuLaunchKernelEx, cuLibraryGetKernel,
+    cuLibraryLoadData(2), cuLibraryUnload, cuLinkAddData_v2(2), cuLinkAddFile_v2, cuLinkComplete,
     cuLinkCreate_v2, cuLinkDestroy, cuMemAddressFree, cuMemAddressReserve, cuMemAdvise,
     cuMemAllocAsync, cuMemAllocFromPoolAsync, cuMemAllocHost_v2, cuMemAllocManaged,
     cuMemAllocPitch_v2, cuMemAlloc_v2, cuMemCreate, cuMemExportToShareableHandle,
@@ -84,7 +85,7 @@ crate::trampoline::trampolines! {
     cuModuleLoadFatBinary, cuModuleUnload, cuOccupancyAvailableDynamicSMemPerBlock,
     cuOccupancyMaxActiveBlocksPerMultiprocessor,
     cuOccupancyMaxActiveBlocksPerMultiprocessorWithFlags, cuOccupancyMaxActiveClusters,
-    cuOccupancyMaxPotentialBlockSize, cuOccupancyMaxPotentialBlockSizeWithFlags,
+    cuOccupancyMaxPotentialBlockSize, cuOccupancyMaxPotentialBlockSizeWithFlags(1),
     cuOccupancyMaxPotentialClusterSize, cuParamSetSize, cuParamSetTexRef, cuParamSetf,
     cuParamSeti, cuParamSetv, cuPointerGetAttribute, cuPointerGetAttributes,
     cuPointerSetAttribute, cuProfilerInitialize, cuProfilerStart, cuProfilerStop,
@@ -96,7 +97,7 @@ crate::trampoline::trampolines! {
     cuStreamSetAttribute, cuStreamSynchronize, cuStreamUpdateCaptureDependencies,
     cuStreamWaitEvent, cuStreamWaitValue32, cuStreamWaitValue64, cuStreamWriteValue32,
     cuStreamWriteValue64, cuSurfObjectCreate, cuSurfObjectDestroy, cuSurfObjectGetResourceDesc,
-    cuSurfRefGetArray, cuSurfRefSetArray, cuTensorMapEncodeTiled, cuTexObjectCreate,
+    cuSurfRefGetArray, cuSurfRefSetArray, cuTensorMapEncodeTiled(6), cuTexObjectCreate,
     cuTexObjectDestroy, cuTexObjectGetResourceDesc, cuTexObjectGetResourceViewDesc,
     cuTexObjectGetTextureDesc, cuTexRefCreate, cuTexRefDestroy, cuTexRefGetAddressMode,
     cuTexRefGetAddress_v2, cuTexRefGetArray, cuTexRefGetBorderColor, cuTexRefGetFilterMode,

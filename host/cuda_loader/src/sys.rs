@@ -1,5 +1,5 @@
 //! Driver functions with plain integer results, to be passed to [`check`](crate::check): the ones that
-//! an engine calls. Arguments are those of the CUDA Driver API manual. Handles are pointers the
+//! an engine calls, of which `cust` covers many. Arguments are those of the CUDA Driver API manual. Handles are pointers the
 //! driver owns; a device address is a `u64`.
 
 use std::ffi::{c_char, c_int, c_uint, c_void};

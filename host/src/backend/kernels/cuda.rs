@@ -1,13 +1,30 @@
-//! A CUDA device through the driver API: kernels from the PTX in this binary, pooled memory, one
-//! stream.
+//! A CUDA device: kernels from the PTX in this binary, pooled memory, one stream.
+//!
+//! The driver is called through `cust`, whose functions end in `cuda_loader`'s symbols, and through
+//! `cuda_loader::sys` where `cust` 0.3.2 has nothing that fits:
+//! - `cuStreamCreate`: `cust` takes the non-blocking flag out;
+//! - `cuFuncSetAttribute` (dynamic shared memory over 48 KiB) and the device attribute that limits it:
+//!   not there;
+//! - `cuLaunchKernel`: only behind a macro whose arguments must implement `cust`'s own trait;
+//! - `cuModuleLoadDataEx`, once more after `cust`'s has failed, for the compiler's log: no option for it.
 
 use std::collections::BTreeMap;
-use std::ffi::{CString, c_void};
+use std::ffi::{CStr, c_void};
 use std::ptr::null_mut;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use cuda_loader::sys::{self, device_attribute as attribute, function_attribute, jit_option};
+use cuda_loader::sys::{self, function_attribute, jit_option};
 use cuda_loader::{DriverError, check};
+use cust::context::{Context, CurrentContext};
+use cust::device::DeviceAttribute;
+use cust::error::CudaError;
+use cust::event::{Event, EventFlags};
+use cust::function::{Function, FunctionAttribute};
+use cust::memory::{
+    AsyncCopyDestination, DevicePointer, DeviceSlice, cuda_free, cuda_malloc, mem_get_info,
+};
+use cust::module::Module;
+use cust::stream::Stream;
 
 use super::device::{ALIGNMENT, Device, DeviceError, DeviceLimits, DeviceMemory, Launch};
 use super::device::{check_launch, check_range};
@@ -46,24 +63,20 @@ pub struct CudaDevice {
     inner: Arc<Inner>,
 }
 
+// The fields are dropped in this order: the context last.
 struct Inner {
     info: CudaInfo,
     limits: DeviceLimits,
-    device: sys::Device,
-    context: sys::Context,
-    module: sys::Module,
-    stream: sys::Stream,
-    /// By [`KernelId`].
-    functions: Vec<sys::Function>,
-    /// Free memory by size.
+    /// Addresses of free memory by size.
     pool: Mutex<BTreeMap<usize, Vec<u64>>>,
+    /// By [`KernelId`]; of `module`, whatever the lifetime says.
+    functions: Vec<Function<'static>>,
+    /// Launches of several threads go to it in some order.
+    stream: Stream,
+    #[expect(dead_code, reason = "owned for the functions")]
+    module: Module,
+    context: Context,
 }
-
-// SAFETY: the handles belong to the driver, whose functions may be called from any thread once the
-// context is current there, which every use sees to (`Inner::enter`); the pool is behind a mutex.
-unsafe impl Send for Inner {}
-// SAFETY: as above; launches of several threads go to one stream, in some order.
-unsafe impl Sync for Inner {}
 
 /// Size that a request takes from the pool: eight steps to each power of two, so that sizes that
 /// differ a little share, at an eighth or 2 MiB more at most.
@@ -74,21 +87,18 @@ fn pool_size(bytes: usize) -> usize {
 }
 
 impl Inner {
-    fn error(&self, call: impl Into<String>, error: DriverError) -> DeviceError {
-        driver_error(&self.info.to_string(), call, error)
+    fn error(&self, call: impl Into<String>, error: CudaError) -> DeviceError {
+        cust_error(&self.info.to_string(), call, error)
     }
 
     /// Makes the context current in this thread.
     fn enter(&self) -> Result<(), DeviceError> {
-        // SAFETY: the context is retained until `self` is dropped.
-        check(unsafe { sys::cuCtxSetCurrent(self.context) })
-            .map_err(|e| self.error("cuCtxSetCurrent", e))
+        CurrentContext::set_current(&self.context).map_err(|e| self.error("cuCtxSetCurrent", e))
     }
 
     fn synchronize(&self) -> Result<(), DeviceError> {
-        // SAFETY: the stream lives as long as `self`.
-        check(unsafe { sys::cuStreamSynchronize(self.stream) })
-            .map_err(|e| self.error("cuStreamSynchronize", e))
+        let done = self.stream.synchronize();
+        done.map_err(|e| self.error("cuStreamSynchronize", e))
     }
 
     fn pool(&self) -> std::sync::MutexGuard<'_, BTreeMap<usize, Vec<u64>>> {
@@ -101,17 +111,11 @@ impl Inner {
         let free = std::mem::take(&mut *self.pool());
         self.synchronize()?;
         for address in free.into_values().flatten() {
-            // SAFETY: allocated by `cuMemAlloc`, in nobody's hands, and the stream is done with it.
-            check(unsafe { sys::cuMemFree_v2(address) }).map_err(|e| self.error("cuMemFree", e))?;
+            // SAFETY: allocated by `cuda_malloc`, in nobody's hands, and the stream is done with it.
+            unsafe { cuda_free(DevicePointer::<u8>::from_raw(address)) }
+                .map_err(|e| self.error("cuMemFree", e))?;
         }
         Ok(())
-    }
-
-    fn free_bytes(&self) -> u64 {
-        let (mut free, mut total) = (0usize, 0usize);
-        // SAFETY: the pointers are valid. A failure leaves 0, which only a message shows.
-        let _ = unsafe { sys::cuMemGetInfo_v2(&raw mut free, &raw mut total) };
-        free as u64
     }
 }
 
@@ -120,12 +124,6 @@ impl Drop for Inner {
         // Nothing can be done about failures here: the process is about to lose the device anyway.
         let _ = self.enter();
         let _ = self.trim();
-        // SAFETY: each handle was made in `CudaDevice::new`, and this is its last use.
-        unsafe {
-            let _ = sys::cuStreamDestroy_v2(self.stream);
-            let _ = sys::cuModuleUnload(self.module);
-            let _ = sys::cuDevicePrimaryCtxRelease_v2(self.device);
-        }
     }
 }
 
@@ -139,22 +137,29 @@ fn driver_error(device: &str, call: impl Into<String>, error: DriverError) -> De
     }
 }
 
-/// The driver's functions, or why there is nothing to call.
-fn driver() -> Result<&'static cuda_loader::Driver, DeviceError> {
-    const REMEDY: &str = "use --device cpu, or see `host doctor`";
+/// The driver's name and description of what `cust` has just returned.
+fn described(error: CudaError) -> DriverError {
+    check(error as u32).expect_err("an error's code is not 0")
+}
+
+fn cust_error(device: &str, call: impl Into<String>, error: CudaError) -> DeviceError {
+    driver_error(device, call, described(error))
+}
+
+/// Loads and initialises the driver, or says why there is nothing to call.
+fn start_driver() -> Result<(), DeviceError> {
     let unavailable = |reason: String| DeviceError::Unavailable {
         reason,
-        remedy: REMEDY,
+        remedy: "use --device cpu, or see `host doctor`",
     };
-    let driver = cuda_loader::load().map_err(|e| unavailable(e.to_string()))?;
-    driver.init().map_err(|e| unavailable(e.to_string()))?;
-    Ok(driver)
+    cuda_loader::load().map_err(|e| unavailable(e.to_string()))?;
+    cust::init(cust::CudaFlags::empty()).map_err(|e| unavailable(described(e).to_string()))
 }
 
 impl CudaDevice {
     /// Devices that the driver knows; 0 without a driver.
     pub fn count() -> u32 {
-        driver().map_or(0, |d| d.device_count().unwrap_or(0))
+        start_driver().map_or(0, |()| cust::device::Device::num_devices().unwrap_or(0))
     }
 
     /// What device `ordinal` is.
@@ -166,43 +171,37 @@ impl CudaDevice {
     pub fn new(ordinal: u32) -> Result<Self, DeviceError> {
         let (info, device) = describe(ordinal)?;
         let name = info.to_string();
-        let fail = |call: &str| {
-            let (name, call) = (name.clone(), call.to_owned());
-            move |e| driver_error(&name, call, e)
-        };
-        let get = |which: i32| device_attribute(&name, device, which);
+        let get = |which| device_attribute(&name, device, which);
         let limits = DeviceLimits {
-            sms: get(attribute::MULTIPROCESSOR_COUNT)?,
-            shared_per_block: get(attribute::MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?,
-            shared_per_sm: get(attribute::MAX_SHARED_MEMORY_PER_MULTIPROCESSOR)?,
-            threads_per_sm: get(attribute::MAX_THREADS_PER_MULTIPROCESSOR)?,
+            sms: get(DeviceAttribute::MultiprocessorCount)?,
+            shared_per_block: shared_per_block(&name, device)?,
+            shared_per_sm: get(DeviceAttribute::MaxSharedMemoryPerMultiprocessor)?,
+            threads_per_sm: get(DeviceAttribute::MaxThreadsPerMultiprocessor)?,
         };
-        let mut context = null_mut();
-        // SAFETY: valid pointer and device.
-        check(unsafe { sys::cuDevicePrimaryCtxRetain(&raw mut context, device) })
-            .map_err(fail("cuDevicePrimaryCtxRetain"))?;
-        // From here on `Drop` releases what there is.
-        let mut inner = Inner {
-            info,
-            limits,
-            device,
-            context,
-            module: null_mut(),
-            stream: null_mut(),
-            functions: vec![],
-            pool: Mutex::default(),
-        };
-        inner.enter()?;
-        // SAFETY: valid pointer.
-        check(unsafe { sys::cuStreamCreate(&raw mut inner.stream, sys::STREAM_NON_BLOCKING) })
-            .map_err(fail("cuStreamCreate"))?;
-        inner.module = load_module(&inner)?;
+        let context =
+            Context::new(device).map_err(|e| cust_error(&name, "cuDevicePrimaryCtxRetain", e))?;
+        CurrentContext::set_current(&context)
+            .map_err(|e| cust_error(&name, "cuCtxSetCurrent", e))?;
+        let module = load_module(&info)?;
+        let stream = non_blocking_stream(&name)?;
+        let mut functions = Vec::with_capacity(KernelId::ALL.len());
         for id in KernelId::ALL {
-            let function = load_function(&inner, *id)?;
-            inner.functions.push(function);
+            let function = load_function(&name, &limits, &module, *id)?;
+            // SAFETY: only the lifetime changes. `Inner` owns the module, drops it after the
+            // functions, and lends none out for longer than itself.
+            functions
+                .push(unsafe { std::mem::transmute::<Function<'_>, Function<'static>>(function) });
         }
         Ok(Self {
-            inner: Arc::new(inner),
+            inner: Arc::new(Inner {
+                info,
+                limits,
+                pool: Mutex::default(),
+                functions,
+                stream,
+                module,
+                context,
+            }),
         })
     }
 
@@ -215,74 +214,74 @@ impl CudaDevice {
     pub fn free_bytes(&self) -> Result<u64, DeviceError> {
         self.inner.enter()?;
         let pooled: usize = self.inner.pool().iter().map(|(s, v)| s * v.len()).sum();
-        Ok(self.inner.free_bytes() + pooled as u64)
+        let (free, _) = mem_get_info().map_err(|e| self.inner.error("cuMemGetInfo", e))?;
+        Ok((free + pooled) as u64)
     }
 
     /// Registers a thread, bytes of local memory a thread and of static shared memory of a kernel,
     /// as the driver compiled it.
     pub fn kernel_usage(&self, kernel: KernelId) -> Result<(u32, u32, u32), DeviceError> {
         self.inner.enter()?;
-        let function = self.inner.functions[kernel as usize];
-        let get = |which: i32| -> Result<u32, DeviceError> {
-            let mut value = 0;
-            // SAFETY: valid pointer and function.
-            check(unsafe { sys::cuFuncGetAttribute(&raw mut value, which, function) })
-                .map_err(|e| self.inner.error("cuFuncGetAttribute", e))?;
-            Ok(value as u32)
+        let function = &self.inner.functions[kernel as usize];
+        let get = |which| match function.get_attribute(which) {
+            Ok(value) => Ok(value as u32),
+            Err(e) => Err(self.inner.error("cuFuncGetAttribute", e)),
         };
         Ok((
-            get(function_attribute::NUM_REGS)?,
-            get(function_attribute::LOCAL_SIZE_BYTES)?,
-            get(function_attribute::SHARED_SIZE_BYTES)?,
+            get(FunctionAttribute::NumRegisters)?,
+            get(FunctionAttribute::LocalSizeBytes)?,
+            get(FunctionAttribute::SharedMemorySizeBytes)?,
         ))
     }
 }
 
-fn device_attribute(name: &str, device: sys::Device, which: i32) -> Result<u32, DeviceError> {
+fn device_attribute(
+    name: &str,
+    device: cust::device::Device,
+    which: DeviceAttribute,
+) -> Result<u32, DeviceError> {
+    match device.get_attribute(which) {
+        Ok(value) => Ok(value as u32),
+        Err(e) => Err(cust_error(name, "cuDeviceGetAttribute", e)),
+    }
+}
+
+/// Shared memory of a block that opts in, bytes.
+fn shared_per_block(name: &str, device: cust::device::Device) -> Result<u32, DeviceError> {
+    const WHICH: i32 = sys::device_attribute::MAX_SHARED_MEMORY_PER_BLOCK_OPTIN;
     let mut value = 0;
     // SAFETY: valid pointer and device.
-    check(unsafe { sys::cuDeviceGetAttribute(&raw mut value, which, device) })
+    check(unsafe { sys::cuDeviceGetAttribute(&raw mut value, WHICH, device.as_raw()) })
         .map_err(|e| driver_error(name, "cuDeviceGetAttribute", e))?;
     Ok(value as u32)
 }
 
-fn describe(ordinal: u32) -> Result<(CudaInfo, sys::Device), DeviceError> {
-    let driver = driver()?;
+fn describe(ordinal: u32) -> Result<(CudaInfo, cust::device::Device), DeviceError> {
+    start_driver()?;
     let anonymous = format!("cuda:{ordinal}");
-    let count = driver
-        .device_count()
-        .map_err(|e| driver_error(&anonymous, "cuDeviceGetCount", e))?;
+    let fail = |call: &'static str| {
+        let anonymous = anonymous.as_str();
+        move |e| cust_error(anonymous, call, e)
+    };
+    let count = cust::device::Device::num_devices().map_err(fail("cuDeviceGetCount"))?;
     if ordinal >= count {
         return Err(DeviceError::Unavailable {
             reason: format!("device {ordinal} of {count}"),
             remedy: "`host doctor` lists the devices",
         });
     }
-    let mut device = 0;
-    // SAFETY: valid pointer.
-    check(unsafe { sys::cuDeviceGet(&raw mut device, ordinal as i32) })
-        .map_err(|e| driver_error(&anonymous, "cuDeviceGet", e))?;
-    let mut name = [0u8; 256];
-    // SAFETY: the length given is the buffer's.
-    check(unsafe { sys::cuDeviceGetName(name.as_mut_ptr().cast(), name.len() as i32, device) })
-        .map_err(|e| driver_error(&anonymous, "cuDeviceGetName", e))?;
-    let end = name.iter().position(|b| *b == 0).unwrap_or(name.len());
-    let name = String::from_utf8_lossy(&name[..end]).into_owned();
-    let mut memory = 0;
-    // SAFETY: valid pointer and device.
-    check(unsafe { sys::cuDeviceTotalMem_v2(&raw mut memory, device) })
-        .map_err(|e| driver_error(&anonymous, "cuDeviceTotalMem", e))?;
-    let get = |which: i32| device_attribute(&anonymous, device, which);
+    let device = cust::device::Device::get_device(ordinal).map_err(fail("cuDeviceGet"))?;
+    let get = |which| device_attribute(&anonymous, device, which);
     let capability = (
-        get(attribute::COMPUTE_CAPABILITY_MAJOR)?,
-        get(attribute::COMPUTE_CAPABILITY_MINOR)?,
+        get(DeviceAttribute::ComputeCapabilityMajor)?,
+        get(DeviceAttribute::ComputeCapabilityMinor)?,
     );
     let info = CudaInfo {
         ordinal,
-        name,
+        name: device.name().map_err(fail("cuDeviceGetName"))?,
         capability,
-        l2_bytes: get(attribute::L2_CACHE_SIZE)?.into(),
-        memory_bytes: memory as u64,
+        l2_bytes: get(DeviceAttribute::L2CacheSize)?.into(),
+        memory_bytes: device.total_memory().map_err(fail("cuDeviceTotalMem"))? as u64,
         ptx: if capability >= (9, 0) {
             "sm_90"
         } else {
@@ -302,11 +301,36 @@ fn describe(ordinal: u32) -> Result<(CudaInfo, sys::Device), DeviceError> {
     Ok((info, device))
 }
 
-fn load_module(inner: &Inner) -> Result<sys::Module, DeviceError> {
-    let ptx = match inner.info.ptx {
+/// A stream that does not wait for the default stream, which `Stream::new` cannot make.
+fn non_blocking_stream(name: &str) -> Result<Stream, DeviceError> {
+    let mut stream: sys::Stream = null_mut();
+    // SAFETY: valid pointer.
+    check(unsafe { sys::cuStreamCreate(&raw mut stream, sys::STREAM_NON_BLOCKING) })
+        .map_err(|e| driver_error(name, "cuStreamCreate", e))?;
+    // SAFETY: `Stream` of the one version of cust that the manifest allows has one field, the handle,
+    // which can only lie at its start where the sizes are equal (else this does not compile), and
+    // owns it.
+    Ok(unsafe { std::mem::transmute::<sys::Stream, Stream>(stream) })
+}
+
+fn load_module(info: &CudaInfo) -> Result<Module, DeviceError> {
+    let ptx = match info.ptx {
         "sm_90" => PTX_SM_90,
         _ => PTX_SM_80,
     };
+    let ptx = CStr::from_bytes_with_nul(ptx.as_bytes()).expect("PTX has no NUL but at its end");
+    Module::from_ptx_cstr(ptx, &[]).map_err(|e| {
+        let mut error = described(e);
+        if let Some(log) = compiler_log(ptx) {
+            error.description = format!("{}: {log}", error.description);
+        }
+        let call = format!("cuModuleLoadDataEx({})", info.ptx);
+        driver_error(&info.to_string(), call, error)
+    })
+}
+
+/// What the driver's compiler has against a PTX that it has refused.
+fn compiler_log(ptx: &CStr) -> Option<String> {
     let mut log = vec![0u8; 16 << 10];
     let mut options = [
         jit_option::ERROR_LOG_BUFFER,
@@ -319,58 +343,48 @@ fn load_module(inner: &Inner) -> Result<sys::Module, DeviceError> {
     ];
     let mut module = null_mut();
     // SAFETY: the image ends with NUL; options and values are as many as given, and the log has the
-    // size given.
-    let code = unsafe {
-        sys::cuModuleLoadDataEx(
+    // size given. A module that is there after all is unloaded.
+    unsafe {
+        let code = sys::cuModuleLoadDataEx(
             &raw mut module,
             ptx.as_ptr().cast(),
             options.len() as u32,
             options.as_mut_ptr(),
             values.as_mut_ptr(),
-        )
-    };
-    check(code).map_err(|mut e| {
-        let end = log.iter().position(|b| *b == 0).unwrap_or(log.len());
-        let text = String::from_utf8_lossy(&log[..end]);
-        if !text.trim().is_empty() {
-            e.description = format!("{}: {}", e.description, text.trim());
+        );
+        if code == 0 {
+            let _ = sys::cuModuleUnload(module);
         }
-        inner.error(format!("cuModuleLoadDataEx({})", inner.info.ptx), e)
-    })?;
-    Ok(module)
+    }
+    let end = log.iter().position(|b| *b == 0).unwrap_or(log.len());
+    let text = String::from_utf8_lossy(&log[..end]).trim().to_owned();
+    (!text.is_empty()).then_some(text)
 }
 
 /// A kernel, allowed all of a block's shared memory.
-fn load_function(inner: &Inner, id: KernelId) -> Result<sys::Function, DeviceError> {
-    let fail = |call: &str| {
-        let call = format!("{call}({})", id.name());
-        move |e| inner.error(call, e)
-    };
-    let name = CString::new(id.name()).expect("kernel names have no NUL");
-    let mut function = null_mut();
-    // SAFETY: valid pointers; the module is loaded.
-    check(unsafe { sys::cuModuleGetFunction(&raw mut function, inner.module, name.as_ptr()) })
-        .map_err(fail("cuModuleGetFunction"))?;
-    let mut fixed = 0;
-    // SAFETY: valid pointer and function.
-    check(unsafe {
-        sys::cuFuncGetAttribute(
-            &raw mut fixed,
-            function_attribute::SHARED_SIZE_BYTES,
-            function,
-        )
-    })
-    .map_err(fail("cuFuncGetAttribute"))?;
-    let dynamic = (inner.limits.shared_per_block as i32 - fixed).max(0);
+fn load_function<'a>(
+    name: &str,
+    limits: &DeviceLimits,
+    module: &'a Module,
+    id: KernelId,
+) -> Result<Function<'a>, DeviceError> {
+    let call = |call: &str| format!("{call}({})", id.name());
+    let function = module
+        .get_function(id.name())
+        .map_err(|e| cust_error(name, call("cuModuleGetFunction"), e))?;
+    let fixed = function
+        .get_attribute(FunctionAttribute::SharedMemorySizeBytes)
+        .map_err(|e| cust_error(name, call("cuFuncGetAttribute"), e))?;
+    let dynamic = (limits.shared_per_block as i32 - fixed).max(0);
     // SAFETY: valid function.
     check(unsafe {
         sys::cuFuncSetAttribute(
-            function,
+            function.to_raw().cast(),
             function_attribute::MAX_DYNAMIC_SHARED_SIZE_BYTES,
             dynamic,
         )
     })
-    .map_err(fail("cuFuncSetAttribute"))?;
+    .map_err(|e| driver_error(name, call("cuFuncSetAttribute"), e))?;
     Ok(function)
 }
 
@@ -379,6 +393,16 @@ pub struct CudaMemory {
     device: Arc<Inner>,
     address: u64,
     size: usize,
+}
+
+impl CudaMemory {
+    /// The view of `len` bytes from `offset` on, which the caller has checked.
+    fn range(&self, offset: usize, len: usize) -> DeviceSlice<u8> {
+        let start = DevicePointer::from_raw(self.address + offset as u64);
+        // SAFETY: in this allocation. The view itself touches nothing; those who use it say why the
+        // memory is live.
+        unsafe { DeviceSlice::from_raw_parts_mut(start, len) }
+    }
 }
 
 impl DeviceMemory for CudaMemory {
@@ -403,15 +427,21 @@ impl Drop for CudaMemory {
 
 /// A point in the stream of a [`CudaDevice`].
 pub struct CudaEvent {
+    /// Taken when dropped, so that it goes while the context is current.
+    event: Option<Event>,
     device: Arc<Inner>,
-    event: sys::Event,
+}
+
+impl CudaEvent {
+    fn event(&self) -> &Event {
+        self.event.as_ref().expect("taken only when dropped")
+    }
 }
 
 impl Drop for CudaEvent {
     fn drop(&mut self) {
         let _ = self.device.enter();
-        // SAFETY: made by `cuEventCreate`; last use. A failure loses an event, no more.
-        let _ = unsafe { sys::cuEventDestroy_v2(self.event) };
+        self.event = None;
     }
 }
 
@@ -435,26 +465,25 @@ impl Device for CudaDevice {
             Some(address) => address,
             None => {
                 inner.enter()?;
-                let mut address = 0;
-                // SAFETY: valid pointer.
-                let mut attempt = || check(unsafe { sys::cuMemAlloc_v2(&raw mut address, take) });
+                // SAFETY: what is in it is the caller's to write before it is read.
+                let attempt = || unsafe { cuda_malloc::<u8>(take) };
                 let mut done = attempt();
-                if matches!(&done, Err(e) if e.code == DriverError::OUT_OF_MEMORY) {
+                if matches!(done, Err(CudaError::OutOfMemory)) {
                     inner.trim()?;
                     done = attempt();
                 }
                 match done {
-                    Ok(()) => {}
-                    Err(e) if e.code == DriverError::OUT_OF_MEMORY => {
+                    Ok(pointer) => pointer.as_raw(),
+                    Err(CudaError::OutOfMemory) => {
                         return Err(DeviceError::OutOfMemory {
                             device: inner.info.to_string(),
                             requested: bytes as u64,
-                            free: inner.free_bytes(),
+                            // Only for the message: 0 where the driver does not tell.
+                            free: mem_get_info().map_or(0, |(free, _)| free as u64),
                         });
                     }
                     Err(e) => return Err(inner.error("cuMemAlloc", e)),
                 }
-                address
             }
         };
         Ok(CudaMemory {
@@ -477,10 +506,13 @@ impl Device for CudaDevice {
         }
         let inner = &self.inner;
         inner.enter()?;
-        let address = memory.address + offset as u64;
-        // SAFETY: the range lies in live memory.
-        check(unsafe { sys::cuMemsetD8Async(address, value, bytes, inner.stream) })
-            .map_err(|e| inner.error("cuMemsetD8Async", e))
+        // SAFETY: the range lies in live memory, and whatever uses it next does in the same stream.
+        unsafe {
+            memory
+                .range(offset, bytes)
+                .set_8_async(value, &inner.stream)
+        }
+        .map_err(|e| inner.error("cuMemsetD8Async", e))
     }
 
     fn upload(&self, memory: &CudaMemory, offset: usize, data: &[u8]) -> Result<(), DeviceError> {
@@ -490,11 +522,12 @@ impl Device for CudaDevice {
         }
         let inner = &self.inner;
         inner.enter()?;
-        let to = memory.address + offset as u64;
         // SAFETY: both ranges are live, the host's until the copy is done: waited for below.
-        check(unsafe {
-            sys::cuMemcpyHtoDAsync_v2(to, data.as_ptr().cast(), data.len(), inner.stream)
-        })
+        unsafe {
+            memory
+                .range(offset, data.len())
+                .async_copy_from(data, &inner.stream)
+        }
         .map_err(|e| inner.error("cuMemcpyHtoDAsync", e))?;
         inner.synchronize()
     }
@@ -511,11 +544,12 @@ impl Device for CudaDevice {
         }
         let inner = &self.inner;
         inner.enter()?;
-        let from = memory.address + offset as u64;
         // SAFETY: both ranges are live, the host's until the copy is done: waited for below.
-        check(unsafe {
-            sys::cuMemcpyDtoHAsync_v2(out.as_mut_ptr().cast(), from, out.len(), inner.stream)
-        })
+        unsafe {
+            memory
+                .range(offset, out.len())
+                .async_copy_to(out, &inner.stream)
+        }
         .map_err(|e| inner.error("cuMemcpyDtoHAsync", e))?;
         inner.synchronize()
     }
@@ -537,7 +571,7 @@ impl Device for CudaDevice {
         // are the caller's promise.
         check(unsafe {
             sys::cuLaunchKernel(
-                inner.functions[K::ID as usize],
+                inner.functions[K::ID as usize].to_raw().cast(),
                 x,
                 y,
                 z,
@@ -545,40 +579,37 @@ impl Device for CudaDevice {
                 1,
                 1,
                 launch.shared,
-                inner.stream,
+                inner.stream.as_inner().cast(),
                 parameters.as_mut_ptr(),
                 null_mut(),
             )
         })
-        .map_err(|e| inner.error(format!("cuLaunchKernel({})", K::ID.name()), e))
+        .map_err(|e| {
+            let call = format!("cuLaunchKernel({})", K::ID.name());
+            driver_error(&inner.info.to_string(), call, e)
+        })
     }
 
     fn event(&self) -> Result<CudaEvent, DeviceError> {
         let inner = &self.inner;
         inner.enter()?;
-        let mut event = null_mut();
-        // SAFETY: valid pointer.
-        check(unsafe { sys::cuEventCreate(&raw mut event, sys::EVENT_DEFAULT) })
-            .map_err(|e| inner.error("cuEventCreate", e))?;
-        let event = CudaEvent {
+        let event = Event::new(EventFlags::DEFAULT).map_err(|e| inner.error("cuEventCreate", e))?;
+        let recorded = event.record(&inner.stream);
+        recorded.map_err(|e| inner.error("cuEventRecord", e))?;
+        Ok(CudaEvent {
+            event: Some(event),
             device: inner.clone(),
-            event,
-        };
-        // SAFETY: both handles are live.
-        check(unsafe { sys::cuEventRecord(event.event, inner.stream) })
-            .map_err(|e| inner.error("cuEventRecord", e))?;
-        Ok(event)
+        })
     }
 
     fn elapsed(&self, from: &CudaEvent, to: &CudaEvent) -> Result<f64, DeviceError> {
         let inner = &self.inner;
         inner.enter()?;
-        let mut milliseconds = 0.0f32;
-        // SAFETY: the handles are live.
-        check(unsafe { sys::cuEventSynchronize(to.event) })
-            .map_err(|e| inner.error("cuEventSynchronize", e))?;
-        // SAFETY: valid pointer, live handles.
-        check(unsafe { sys::cuEventElapsedTime(&raw mut milliseconds, from.event, to.event) })
+        let (from, to) = (from.event(), to.event());
+        let done = to.synchronize();
+        done.map_err(|e| inner.error("cuEventSynchronize", e))?;
+        let milliseconds = to
+            .elapsed_time_f32(from)
             .map_err(|e| inner.error("cuEventElapsedTime", e))?;
         Ok(f64::from(milliseconds) * 1e-3)
     }
@@ -627,6 +658,73 @@ mod tests {
             let error = CudaDevice::new(0).err().unwrap().to_string();
             assert!(error.contains("--device cpu"), "{error}");
         }
+    }
+
+    /// The device, where there is one.
+    fn device() -> Option<CudaDevice> {
+        match CudaDevice::new(0) {
+            Ok(device) => Some(device),
+            Err(e) => {
+                let required = std::env::var_os("ANSATZ_REQUIRE_CUDA").is_some();
+                assert!(!required, "{e}");
+                eprintln!("skipped: {e}");
+                None
+            }
+        }
+    }
+
+    #[test]
+    fn memory_stream_and_events_work_from_other_threads() {
+        let Some(device) = device() else { return };
+        let flags = device.inner.stream.get_flags().unwrap();
+        assert!(flags.contains(cust::stream::StreamFlags::NON_BLOCKING));
+        let before = device.event().unwrap();
+        let memory = device.allocate(10_000).unwrap();
+        let address = memory.address();
+        assert!(address.is_multiple_of(ALIGNMENT as u64));
+        let other = device.clone();
+        std::thread::spawn(move || {
+            other.fill(&memory, 0, 10_000, 7).unwrap();
+            other.upload(&memory, 3, &[1, 2, 3]).unwrap();
+            let mut out = [0; 8];
+            other.download(&memory, 1, &mut out).unwrap();
+            assert_eq!(out, [7, 7, 1, 2, 3, 7, 7, 7]);
+            let error = other.download(&memory, 9_995, &mut out).unwrap_err();
+            assert!(matches!(error, DeviceError::Bounds { .. }), "{error}");
+        })
+        .join()
+        .unwrap();
+        let after = device.event().unwrap();
+        assert!(device.elapsed(&before, &after).unwrap() > 0.0);
+        let again = device.allocate(10_000).unwrap();
+        assert_eq!(again.address(), address, "from the pool");
+        assert!(device.free_bytes().unwrap() > 0);
+        std::thread::spawn(move || drop((device, again, before, after)))
+            .join()
+            .unwrap();
+    }
+
+    #[test]
+    fn errors_are_the_drivers() {
+        let Some(device) = device() else { return };
+        let error = device.allocate(1 << 50).err().unwrap();
+        assert!(
+            matches!(&error, DeviceError::OutOfMemory { requested, .. } if *requested == 1 << 50),
+            "{error}"
+        );
+        device.inner.enter().unwrap();
+        let ptx = c".version 7.4\n.target sm_80\n.address_size 64\nno such directive\n";
+        let error = described(Module::from_ptx_cstr(ptx, &[]).unwrap_err());
+        assert_eq!(error.name, "CUDA_ERROR_INVALID_PTX", "{error}");
+        let log = compiler_log(ptx).unwrap();
+        assert!(log.contains("line 4"), "{log}");
+        // One that cust has no name for.
+        let ptx = c".version 99.0\n.target sm_80\n.address_size 64\n";
+        let error = described(Module::from_ptx_cstr(ptx, &[]).unwrap_err());
+        assert_eq!(
+            (error.code, error.name.as_str()),
+            (222, "CUDA_ERROR_UNSUPPORTED_PTX_VERSION")
+        );
     }
 
     #[test]
