@@ -54,6 +54,16 @@ pub fn encode_scales(scales: &[f32]) -> (ScaleFormat, Vec<u8>) {
     }
 }
 
+/// The scale of a stored `amax`. Bits that are no finite number from +0 on give a scale that is no
+/// such number either, which loading refuses.
+fn scale_of(amax: u16) -> f32 {
+    match amax {
+        0..0x7f80 => scale_from_amax(amax),
+        0x8000 => f32::NAN,
+        _ => bf16::from_bits(amax).to_f32(),
+    }
+}
+
 /// The scales that `bytes` store.
 pub fn decode_scales(format: ScaleFormat, bytes: &[u8]) -> Vec<f32> {
     match format {
@@ -63,7 +73,7 @@ pub fn decode_scales(format: ScaleFormat, bytes: &[u8]) -> Vec<f32> {
             .collect(),
         ScaleFormat::Amax16 => bytes
             .chunks_exact(2)
-            .map(|b| scale_from_amax(u16::from_le_bytes([b[0], b[1]])))
+            .map(|b| scale_of(u16::from_le_bytes([b[0], b[1]])))
             .collect(),
     }
 }
@@ -85,6 +95,14 @@ mod tests {
                 .zip(&scales)
                 .all(|(a, b)| a.to_bits() == b.to_bits())
         );
+    }
+
+    #[test]
+    fn amax_that_is_none_gives_a_scale_that_is_refused() {
+        for bits in 0x7f80..=u16::MAX {
+            let scale = decode_scales(ScaleFormat::Amax16, &bits.to_le_bytes())[0];
+            assert!(!scale.is_finite() || scale < 0.0, "{bits:#x}: {scale}");
+        }
     }
 
     #[test]
