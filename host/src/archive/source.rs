@@ -68,7 +68,7 @@ fn parse(name: &str) -> Option<(u32, usize)> {
     let (layer, rest) = rest.split_once('.')?;
     let rest = rest.strip_prefix("mlp.experts.")?;
     let (expert, _) = rest.split_once('.')?;
-    Some((layer.parse().ok()?, expert.parse().ok()?))
+    Some((layer.parse().ok()?, expert.parse::<u32>().ok()? as usize))
 }
 
 impl SafetensorsExperts {
