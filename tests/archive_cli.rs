@@ -222,6 +222,10 @@ fn what_cannot_be_packed_leaves_nothing_behind() {
     fails(no_place, "choose a place that can be written");
     let a_folder = host(&[&"pack", &"-m", &model(), &"-o", &dir.path()]);
     fails(a_folder, "choose a place that can be written");
+    let special = tempfile::tempdir().unwrap();
+    let pipe = support::pipe(special.path());
+    let a_pipe = host(&[&"pack", &"-m", &model(), &"-o", &pipe]);
+    fails(a_pipe, "not a file; choose a place that can be written");
     // Cut in the middle of the data.
     let raw = fs::read(model().join("experts.safetensors")).unwrap();
     fs::write(

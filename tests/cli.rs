@@ -252,7 +252,9 @@ fn wrong_usage_and_bad_prompts() {
 #[test]
 fn logits_have_a_place_before_anything_is_computed() {
     let dir = tempfile::tempdir().unwrap();
-    for file in [dir.path(), &dir.path().join("none/logits")] {
+    let special = tempfile::tempdir().unwrap();
+    let pipe = support::pipe(special.path());
+    for file in [dir.path(), &dir.path().join("none/logits"), &pipe] {
         let mut command = generate(tiny(), &PROMPT);
         let command = command.args(["-n", "1", "--logits"]).arg(file);
         refused(

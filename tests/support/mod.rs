@@ -93,3 +93,11 @@ pub fn deviation(a: &[f32], b: &[f32]) -> f64 {
         / n;
     (err / var).sqrt()
 }
+
+/// A named pipe in `folder`: stands for the devices that no command may replace by a file.
+pub fn pipe(folder: &Path) -> PathBuf {
+    let pipe = folder.join("pipe");
+    let made = std::process::Command::new("mkfifo").arg(&pipe).status();
+    assert!(made.unwrap().success());
+    pipe
+}

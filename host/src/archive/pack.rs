@@ -228,8 +228,11 @@ pub fn pack(
         _ => Path::new("."),
     };
     // First of all, so that hours of counting do not end at a folder that cannot be written.
-    if out.is_dir() {
-        return Err(io("write")(std::io::ErrorKind::IsADirectory.into()));
+    // The archive takes the place of what is there, which must not be a device or a folder.
+    if out.exists() && !out.is_file() {
+        return Err(io("write")(std::io::Error::other(
+            "it is there and is not a file",
+        )));
     }
     let mut file = tempfile::Builder::new()
         .prefix(".experts-")

@@ -19,6 +19,7 @@ use crate::archive::{
 use crate::backend::cpu::{self, Cpu, CpuError};
 use crate::backend::{Backend, LayerExperts, LoadExperts, rows, rows_mut};
 use crate::expert::{ExpertShape, Form, MatrixKind, RawMatrix, ScaleKind};
+use crate::interrupt;
 use crate::simd::Arm;
 
 /// What goes wrong in a benchmark.
@@ -27,6 +28,9 @@ pub enum BenchError {
     /// Packing the synthetic experts.
     #[error(transparent)]
     Archive(#[from] ArchiveError),
+    /// Stopped by the user.
+    #[error("interrupted")]
+    Interrupted,
     /// The place for the synthetic archive.
     #[error("no temporary folder for the synthetic archive: {0}; set TMPDIR to a writable folder")]
     Folder(#[from] std::io::Error),
@@ -271,7 +275,7 @@ impl Weights {
                 .map_or(SymbolChoice::Auto, SymbolChoice::Always),
             ..PackOptions::default()
         };
-        pack(&raw, &options, &path, |_| (), || false)?;
+        pack(&raw, &options, &path, |_| (), interrupt::requested)?;
         // The file has no name any more once the folder is dropped; its mapping stays.
         let archive = Archive::open(&path)?;
         Ok(Self { raw, archive, seed })
@@ -476,6 +480,9 @@ pub fn measure<B: Timed>(
             let mut times = Vec::with_capacity(settings.runs);
             let warm = 2.min(settings.runs);
             for run in 0..settings.runs + warm {
+                if interrupt::requested() {
+                    return Err(BenchError::Interrupted);
+                }
                 let (inputs, ids) = &prepared[run % sets];
                 let seconds = b.seconds(&mut || match stage {
                     Stage::GateUp => b.multiply(&experts, inputs, false),

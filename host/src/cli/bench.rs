@@ -8,6 +8,7 @@ use crate::backend::cpu::Cpu;
 use crate::backend::kernels::{CudaDevice, KernelBackend};
 use crate::bench::{Case, HEADING, Measurement, Settings, Timed, Way, Weights, measure};
 use crate::expert::{ExpertShape, ScaleKind};
+use crate::interrupt;
 use crate::simd::Arm;
 
 #[derive(Args)]
@@ -158,6 +159,7 @@ fn cases<B: Timed>(
 }
 
 pub fn run(args: BenchArgs) -> anyhow::Result<()> {
+    interrupt::install();
     let What::Kernels(args) = args.what;
     for (tokens, experts) in
         (args.tokens.iter()).flat_map(|t| args.experts.iter().map(move |e| (t, e)))

@@ -360,8 +360,9 @@ fn folder(file: &Path) -> &Path {
 
 /// Whether a file can be made there; it leaves none.
 fn check_logits(file: &Path) -> anyhow::Result<()> {
-    let made = if file.is_dir() {
-        Err(std::io::ErrorKind::IsADirectory.into())
+    // A device or a folder would be replaced, or could not be.
+    let made = if file.exists() && !file.is_file() {
+        Err(std::io::Error::other("it is there and is not a file"))
     } else {
         tempfile::tempfile_in(folder(file)).map(drop)
     };
