@@ -1,7 +1,7 @@
 //! The codec kernels and the expert matmuls against plain loops, bit for bit.
 //!
 //! A case is a layer of experts with coded and raw matrices, tokens spread over them, and launches
-//! that between them cover it: fused (registers for one token, shared memory for several, raw) or
+//! that between them cover it: fused (registers for up to 8 tokens, shared memory for more, raw) or
 //! unfused (decode to scratch, then raw). Outputs start as a pattern, so that what a kernel must
 //! leave alone is checked as well as what it must write.
 
@@ -19,7 +19,7 @@ use gpu::layout::{Blocks, Folds, Symbol};
 use host::backend::kernels::{
     CudaDevice, DecodeRansPair, DecodeRansTriple, Device, DeviceLimits, DeviceMemory,
     EmulatedDevice, Launch, MatmulRansPair, MatmulRansSharedPair, MatmulRansSharedTriple,
-    MatmulRansTriple, MatmulRaw, MatmulRawTokens,
+    MatmulRansTokensPair, MatmulRansTokensTriple, MatmulRansTriple, MatmulRaw, MatmulRawTokens,
 };
 use host::codec::{Encoded, Table, count_symbols, encode};
 
@@ -29,6 +29,7 @@ enum Kernel {
     Raw,
     RawTokens,
     Rans(Symbol),
+    RansTokens(Symbol),
     RansShared(Symbol),
     Decode(Symbol),
 }
@@ -61,6 +62,12 @@ impl<D: Device> On<D> {
                 Kernel::RawTokens => self.0.launch::<MatmulRawTokens>(*launch, *args),
                 Kernel::Rans(Symbol::Pair) => self.0.launch::<MatmulRansPair>(*launch, *args),
                 Kernel::Rans(Symbol::Triple) => self.0.launch::<MatmulRansTriple>(*launch, *args),
+                Kernel::RansTokens(Symbol::Pair) => {
+                    self.0.launch::<MatmulRansTokensPair>(*launch, *args)
+                }
+                Kernel::RansTokens(Symbol::Triple) => {
+                    self.0.launch::<MatmulRansTokensTriple>(*launch, *args)
+                }
                 Kernel::RansShared(Symbol::Pair) => {
                     self.0.launch::<MatmulRansSharedPair>(*launch, *args)
                 }
@@ -193,6 +200,8 @@ struct Case {
     /// Codecs of experts and matrices, in rotation.
     codecs: Vec<Codec>,
     unfused: bool,
+    /// Fused: 2 to 8 tokens in registers, not in shared memory.
+    direct: bool,
 }
 
 struct Matrix {
@@ -457,8 +466,18 @@ impl<'a, D: Device> Layer<'a, D> {
             args.max_tokens = 1;
             let launch = coded_plan::matmul_rans(&limits, symbol, &self.folds, jobs).unwrap();
             self.runner.launch(Kernel::Rans(symbol), &launch, &args)?;
-            if most > 1 {
-                (args.min_tokens, args.max_tokens) = (2, u32::MAX);
+            if most > 1 && case.direct {
+                let (launch, stage, tokens) =
+                    coded_plan::matmul_rans_tokens(&limits, symbol, &self.folds, most, jobs)
+                        .unwrap();
+                args.stage = stage;
+                (args.min_tokens, args.max_tokens) = (2, tokens);
+                self.runner
+                    .launch(Kernel::RansTokens(symbol), &launch, &args)?;
+            }
+            // The shared form takes all others.
+            if most > args.max_tokens {
+                (args.min_tokens, args.max_tokens) = (args.max_tokens + 1, u32::MAX);
                 let (launch, stage) =
                     coded_plan::matmul_rans_shared(&limits, symbol, &self.folds, most, jobs)
                         .unwrap();
@@ -561,6 +580,7 @@ fn simple(rows: usize, cols: usize, codec: Codec) -> Case {
         count: 2,
         codecs: vec![codec],
         unfused: false,
+        direct: true,
     }
 }
 
@@ -610,7 +630,13 @@ fn every_height<D: Device>(runner: &On<D>) {
 /// 1 to 33 tokens, more than are staged at a time, several experts.
 fn several_tokens<D: Device>(runner: &On<D>) {
     let mut rng = Rng::fresh();
-    for tokens in [vec![2], vec![7, 1], vec![8], vec![33, 2, 1], vec![1, 1, 9]] {
+    for tokens in [
+        vec![2],
+        vec![7, 1],
+        vec![4, 3, 8],
+        vec![33, 2, 1],
+        vec![1, 1, 9],
+    ] {
         for cols in [64, 192, 512, 1536, 2048, 3072] {
             for codec in [Codec::Raw, PAIR, TRIPLE] {
                 let mut case = simple(rng.pick(&ROWS[..15]), cols, codec);
@@ -619,6 +645,7 @@ fn several_tokens<D: Device>(runner: &On<D>) {
                 case.amax = rng.below(2) == 0;
                 case.data = rng.pick(&DATA);
                 case.unfused = rng.below(4) == 0;
+                case.direct = rng.below(4) != 0;
                 check(runner, &case, &mut rng);
             }
         }
@@ -674,6 +701,7 @@ fn damaged<D: Device>(runner: &On<D>) {
         );
         case.tokens = vec![1 + 2 * rng.below(2)];
         case.unfused = rng.below(3) == 0;
+        case.direct = rng.below(2) == 0;
         case.count = 1;
         let mut layer = Layer::new(runner, &case, &mut rng);
         // The first matrix of expert 1 is the one that the launches read.

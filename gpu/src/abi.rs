@@ -56,7 +56,7 @@ pub struct MatrixDesc {
 const _: () = assert!(size_of::<MatrixDesc>() == 72);
 
 /// Arguments of the expert kernels: `matmul_raw`, `matmul_raw_tokens`, `matmul_rans_*`,
-/// `matmul_rans_shared_*`, `decode_rans_*`.
+/// `matmul_rans_tokens_*`, `matmul_rans_shared_*`, `decode_rans_*`.
 ///
 /// A launch covers matrices `first .. first + count` (gate and up, or down) of the active experts
 /// `active_begin .. min(active_end, n_active)`; all of them are `[rows, cols]`. A kernel passes over
@@ -117,7 +117,8 @@ pub struct ExpertArgs {
     pub max_tokens: u32,
     /// 1: a scale for each 64 columns of a row; 0: one a row.
     pub grouped: u32,
-    /// `matmul_rans_shared_*`: tokens whose activations fit the block's shared memory.
+    /// What fits the block's shared memory beside all else: of `matmul_rans_shared_*` tokens'
+    /// activations, of `matmul_rans_tokens_*` those of all tokens of an expert in a segment.
     pub stage: u32,
 }
 

@@ -43,10 +43,13 @@ use crate::layout::{LANES, Symbol};
 pub const CHUNKS: u32 = 3;
 /// Groups between two checks of the ring.
 pub const CHECK: u32 = 8;
-/// Bytes of a chunk: what all lanes take in [`CHECK`] groups at most.
-pub const CHUNK: u32 = CHECK * 4 * LANES as u32;
 /// Bytes of a warp's ring with the copy of its first chunk.
-pub const RING: u32 = (CHUNKS + 1) * CHUNK;
+pub const RING: u32 = ring(CHECK);
+
+/// The same where the ring is asked every `check` groups.
+pub const fn ring(check: u32) -> u32 {
+    (CHUNKS + 1) * check * 4 * LANES as u32
+}
 
 /// Repeats a block with a constant, so that it may index arrays that shall stay in registers.
 macro_rules! unroll {
@@ -172,8 +175,8 @@ pub(crate) fn load_table<C: Code>(table: Slice, shared: Shared<u32>) {
     thread::sync_threads();
 }
 
-/// A lane's decoder of a job.
-pub struct Decoder<C> {
+/// A lane's decoder of a job, whose ring is asked every `EVERY` groups.
+pub struct Decoder<C, const EVERY: u32 = CHECK> {
     /// All of the dynamic shared memory; the table comes first.
     shared: Shared<u32>,
     state: u32,
@@ -197,8 +200,11 @@ pub struct Decoder<C> {
     code: core::marker::PhantomData<C>,
 }
 
-impl<C: Code> Decoder<C> {
-    /// Starts on the job's stream. `ring` is the byte in `shared` of the warp's [`RING`] bytes;
+impl<C: Code, const EVERY: u32> Decoder<C, EVERY> {
+    /// Bytes of a chunk: what all lanes take in `EVERY` groups at most.
+    const CHUNK: u32 = EVERY * 4 * LANES as u32;
+
+    /// Starts on the job's stream. `ring` is the byte in `shared` of the warp's [`ring`] bytes;
     /// `one` a 1 that the compiler does not know. A warp operation.
     ///
     /// `None` (in all lanes) if the matrix has no stream to read from.
@@ -238,7 +244,7 @@ impl<C: Code> Decoder<C> {
             low: head(2),
             count: 0u32.wrapping_sub(32),
             at: ring,
-            end: ring + CHUNK,
+            end: ring + Self::CHUNK,
             ring,
             stream,
             next: start + 3 * LANES as u32 + lane * 4,
@@ -248,8 +254,8 @@ impl<C: Code> Decoder<C> {
             code: core::marker::PhantomData,
         };
         decoder.copy(ring);
-        decoder.copy(ring + CHUNK);
-        decoder.copy(ring + 2 * CHUNK);
+        decoder.copy(ring + Self::CHUNK);
+        decoder.copy(ring + 2 * Self::CHUNK);
         cp_async_wait::<{ CHUNKS - 2 }>();
         warp::sync_warp();
         Some(decoder)
@@ -260,34 +266,39 @@ impl<C: Code> Decoder<C> {
     fn copy(&mut self, to: u32) {
         let lane = warp::lane_id();
         let mut half = 0;
-        while half < CHUNK / 512 {
+        while half < Self::CHUNK / 512 {
             let word = to / 4 + half * 128 + lane * 4;
             let from = self.next + half * 128;
             let from = if from < self.last { from } else { self.last };
             cp_async_16(self.shared, word, self.stream, from);
             if to == self.ring {
-                cp_async_16(self.shared, word + CHUNKS * CHUNK / 4, self.stream, from);
+                cp_async_16(
+                    self.shared,
+                    word + CHUNKS * Self::CHUNK / 4,
+                    self.stream,
+                    from,
+                );
             }
             half += 1;
         }
         cp_async_commit();
-        self.next += CHUNK / 4;
+        self.next += Self::CHUNK / 4;
     }
 
-    /// Refills the ring if its oldest chunk is used up. To be called after at most [`CHECK`] groups;
+    /// Refills the ring if its oldest chunk is used up. To be called after at most `EVERY` groups;
     /// a warp operation.
     #[inline(always)]
     pub(crate) fn refill(&mut self) {
         if self.at >= self.end {
             warp::sync_warp();
-            self.copy(self.end - CHUNK);
+            self.copy(self.end - Self::CHUNK);
             cp_async_wait::<{ CHUNKS - 2 }>();
             warp::sync_warp();
-            if self.end == self.ring + CHUNKS * CHUNK {
-                self.at -= CHUNKS * CHUNK;
-                self.end = self.ring + CHUNK;
+            if self.end == self.ring + CHUNKS * Self::CHUNK {
+                self.at -= CHUNKS * Self::CHUNK;
+                self.end = self.ring + Self::CHUNK;
             } else {
-                self.end += CHUNK;
+                self.end += Self::CHUNK;
             }
         }
     }

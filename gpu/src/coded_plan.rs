@@ -3,7 +3,7 @@
 use crate::coded::RING;
 use crate::launch::{DeviceLimits, Launch};
 use crate::layout::{Folds, Symbol};
-use crate::{decode_rans, matmul_rans, matmul_rans_shared, matmul_raw};
+use crate::{decode_rans, matmul_rans, matmul_rans_shared, matmul_rans_tokens, matmul_raw};
 
 /// A device that a kernel does not fit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -92,6 +92,52 @@ pub fn decode_rans(limits: &DeviceLimits, symbol: Symbol, jobs: u64) -> Result<L
 fn rans_launch(limits: &DeviceLimits, head: u32, warp: u32, warps: u32, jobs: u64) -> Launch {
     let grid = jobs.min(u64::from(limits.sms)) as u32;
     Launch::new([grid, 1, 1], warps * 32).shared(head + warps * warp)
+}
+
+/// `matmul_rans_tokens_*`: the launch, [`crate::abi::ExpertArgs::stage`] and
+/// [`crate::abi::ExpertArgs::max_tokens`]: at most `tokens`, the largest number of tokens of an
+/// expert, and fewer where the device has no room for so many. `jobs` as in [`matmul_rans`].
+///
+/// Two sets where 8 warps are left room for, since a block's jobs may go across a set's end, and as
+/// many warps as make the rounds of a multiprocessor's share of the jobs equal.
+pub fn matmul_rans_tokens(
+    limits: &DeviceLimits,
+    symbol: Symbol,
+    folds: &Folds,
+    tokens: u32,
+    jobs: u64,
+) -> Result<(Launch, u32, u32), DoesNotFit> {
+    let head = table_bytes(symbol);
+    let most = matmul_rans_tokens::THREADS / 32;
+    let set = |tokens| matmul_rans_tokens::set_bytes(tokens, folds.pairs() as u32);
+    let room = |tokens, sets| {
+        let taken = head + sets * set(tokens);
+        limits.shared_per_block.saturating_sub(taken) / matmul_rans_tokens::WARP_BYTES
+    };
+    let mut tokens = tokens.clamp(2, matmul_rans_tokens::TOKENS);
+    while room(tokens, 1) < LEAST_WARPS && tokens > 2 {
+        tokens = matmul_rans_tokens::width(tokens) / 2;
+    }
+    let fit = match (room(tokens, 2), room(tokens, 1)) {
+        (8.., _) => room(tokens, 2).min(most),
+        (_, LEAST_WARPS..) => room(tokens, 1).min(most),
+        _ => {
+            return Err(DoesNotFit {
+                symbol,
+                needed: head + set(tokens) + LEAST_WARPS * matmul_rans_tokens::WARP_BYTES,
+                available: limits.shared_per_block,
+            });
+        }
+    };
+    let share = jobs.div_ceil(u64::from(limits.sms)).max(1);
+    let rounds = share.div_ceil(u64::from(fit));
+    let warps = (share.div_ceil(rounds) as u32).clamp(LEAST_WARPS, fit);
+    let warp_bytes = warps * matmul_rans_tokens::WARP_BYTES;
+    let stage = ((limits.shared_per_block - head - warp_bytes) / set(tokens)).min(8);
+    let grid = jobs.min(u64::from(limits.sms)) as u32;
+    let launch =
+        Launch::new([grid, 1, 1], warps * 32).shared(head + stage * set(tokens) + warp_bytes);
+    Ok((launch, stage, tokens))
 }
 
 /// `matmul_rans_shared_*`: the launch and [`crate::abi::ExpertArgs::stage`]. `tokens` is the largest
@@ -195,6 +241,27 @@ mod tests {
         let (launch, stage) = matmul_rans_shared(&H200, Symbol::Triple, &folds, 33, 3072).unwrap();
         assert_eq!((launch.threads, stage), (256, 8));
         assert!(launch.shared <= H200.shared_per_block);
+        // 2,064 jobs are 15.6 a multiprocessor.
+        let direct = |tokens| matmul_rans_tokens(&H200, Symbol::Triple, &folds, tokens, 2064);
+        let (launch, stage, most) = direct(33).unwrap();
+        assert_eq!((launch.threads, stage, most), (512, 2, 8));
+        let (launch, stage, most) = direct(2).unwrap();
+        assert_eq!((launch.threads, stage, most), (512, 8, 2));
+    }
+
+    #[test]
+    fn fewer_tokens_where_shared_memory_is_short() {
+        let a100 = DeviceLimits {
+            sms: 108,
+            shared_per_block: 163 << 10,
+            shared_per_sm: 164 << 10,
+            threads_per_sm: 2048,
+        };
+        let folds = Folds::new(6144).unwrap();
+        let (launch, stage, most) =
+            matmul_rans_tokens(&a100, Symbol::Triple, &folds, 8, 2064).unwrap();
+        assert!(launch.shared <= a100.shared_per_block);
+        assert_eq!((launch.threads, stage, most), (288, 1, 4));
     }
 
     #[test]
@@ -221,6 +288,13 @@ mod tests {
                         if let Ok((launch, stage)) = shared {
                             assert!(launch.shared <= limits.shared_per_block);
                             assert!(launch.threads >= 32 && (1..=8).contains(&stage));
+                        }
+                        let direct = matmul_rans_tokens(&limits, symbol, &folds, tokens, 500);
+                        assert_eq!(direct.is_ok(), shared.is_ok());
+                        if let Ok((launch, stage, most)) = direct {
+                            assert!(launch.shared <= limits.shared_per_block);
+                            assert!(launch.threads >= 128 && (1..=8).contains(&stage));
+                            assert_eq!(most, tokens.clamp(2, 8));
                         }
                     }
                     if let Ok(launch) = matmul_rans(&limits, symbol, &folds, 500) {

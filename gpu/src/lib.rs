@@ -36,6 +36,7 @@ pub mod layout;
 pub mod linear;
 pub mod matmul_rans;
 pub mod matmul_rans_shared;
+pub mod matmul_rans_tokens;
 pub mod matmul_raw;
 pub mod norm;
 pub mod partials;

@@ -125,6 +125,7 @@ impl<D: Device> KernelBackend<D> {
         let (limits, folds, symbol) = (self.device().limits(), &class.folds, coded.symbol);
         let fit = match form {
             Form::Fused => coded_plan::matmul_rans(limits, symbol, folds, 1)
+                .and_then(|_| coded_plan::matmul_rans_tokens(limits, symbol, folds, 8, 1))
                 .and_then(|_| coded_plan::matmul_rans_shared(limits, symbol, folds, 8, 1))
                 .map(|_| ()),
             Form::Unfused => coded_plan::decode_rans(limits, symbol, 1).map(|_| ()),
@@ -432,17 +433,36 @@ impl<D: Device> KernelBackend<D> {
             Symbol::Pair => self.launch::<MatmulRansPair>(launch, args)?,
             Symbol::Triple => self.launch::<MatmulRansTriple>(launch, args)?,
         }
-        if groups.tokens > 1 {
-            let (launch, stage) = coded_plan::matmul_rans_shared(
+        let tokens = groups.tokens as u32;
+        let mut covered = 1;
+        if tokens > covered {
+            let (launch, stage, most) = coded_plan::matmul_rans_tokens(
                 limits,
                 coded.symbol,
                 &class.folds,
-                groups.tokens as u32,
+                tokens,
                 jobs as u64,
             )
             .map_err(|e| self.does_not_fit(e))?;
             args.stage = stage;
-            (args.min_tokens, args.max_tokens) = (2, u32::MAX);
+            (args.min_tokens, args.max_tokens) = (2, most);
+            match coded.symbol {
+                Symbol::Pair => self.launch::<MatmulRansTokensPair>(launch, args)?,
+                Symbol::Triple => self.launch::<MatmulRansTokensTriple>(launch, args)?,
+            }
+            covered = most;
+        }
+        if tokens > covered {
+            let (launch, stage) = coded_plan::matmul_rans_shared(
+                limits,
+                coded.symbol,
+                &class.folds,
+                tokens,
+                jobs as u64,
+            )
+            .map_err(|e| self.does_not_fit(e))?;
+            args.stage = stage;
+            (args.min_tokens, args.max_tokens) = (covered + 1, u32::MAX);
             match coded.symbol {
                 Symbol::Pair => self.launch::<MatmulRansSharedPair>(launch, args)?,
                 Symbol::Triple => self.launch::<MatmulRansSharedTriple>(launch, args)?,

@@ -119,7 +119,11 @@ kernels! {
     MatmulRansPair = matmul_rans::matmul_rans_pair(ExpertArgs);
     /// Matrices coded in triples, likewise.
     MatmulRansTriple = matmul_rans::matmul_rans_triple(ExpertArgs);
-    /// Matrices coded in pairs, of experts with several tokens: decoded to shared memory.
+    /// Matrices coded in pairs, of experts with 2 to 8 tokens: decoded to registers.
+    MatmulRansTokensPair = matmul_rans_tokens::matmul_rans_tokens_pair(ExpertArgs);
+    /// Matrices coded in triples, likewise.
+    MatmulRansTokensTriple = matmul_rans_tokens::matmul_rans_tokens_triple(ExpertArgs);
+    /// Matrices coded in pairs, of experts with more tokens: decoded to shared memory.
     MatmulRansSharedPair = matmul_rans_shared::matmul_rans_shared_pair(ExpertArgs);
     /// Matrices coded in triples, likewise.
     MatmulRansSharedTriple = matmul_rans_shared::matmul_rans_shared_triple(ExpertArgs);
