@@ -19,7 +19,8 @@ use gpu::layout::{Blocks, Folds, Symbol};
 use host::backend::kernels::{
     CudaDevice, DecodeRansPair, DecodeRansTriple, Device, DeviceLimits, DeviceMemory,
     EmulatedDevice, Launch, MatmulRansPair, MatmulRansSharedPair, MatmulRansSharedTriple,
-    MatmulRansTokensPair, MatmulRansTokensTriple, MatmulRansTriple, MatmulRaw, MatmulRawTokens,
+    MatmulRansTokensPair, MatmulRansTokensTriple, MatmulRansTriple, MatmulRaw, MatmulRawMma,
+    MatmulRawTokens,
 };
 use host::codec::{Encoded, Table, count_symbols, encode};
 
@@ -28,6 +29,7 @@ use host::codec::{Encoded, Table, count_symbols, encode};
 enum Kernel {
     Raw,
     RawTokens,
+    RawMma,
     Rans(Symbol),
     RansTokens(Symbol),
     RansShared(Symbol),
@@ -60,6 +62,7 @@ impl<D: Device> On<D> {
             match kernel {
                 Kernel::Raw => self.0.launch::<MatmulRaw>(*launch, *args),
                 Kernel::RawTokens => self.0.launch::<MatmulRawTokens>(*launch, *args),
+                Kernel::RawMma => self.0.launch::<MatmulRawMma>(*launch, *args),
                 Kernel::Rans(Symbol::Pair) => self.0.launch::<MatmulRansPair>(*launch, *args),
                 Kernel::Rans(Symbol::Triple) => self.0.launch::<MatmulRansTriple>(*launch, *args),
                 Kernel::RansTokens(Symbol::Pair) => {
@@ -200,7 +203,8 @@ struct Case {
     /// Codecs of experts and matrices, in rotation.
     codecs: Vec<Codec>,
     unfused: bool,
-    /// Fused: 2 to 8 tokens in registers, not in shared memory.
+    /// Several tokens: coded, up to 8 of them in registers and not in shared memory; raw with row
+    /// scales, on tensor cores.
     direct: bool,
 }
 
@@ -488,15 +492,21 @@ impl<'a, D: Device> Layer<'a, D> {
         }
         for several in [false, true] {
             let mut args = self.args;
-            let (launch, job_rows) =
-                coded_plan::matmul_raw(&limits, case.rows, &self.folds, matrices, several);
+            let mma = several && !case.grouped && case.direct;
+            let (launch, job_rows) = if mma {
+                coded_plan::matmul_raw_mma(&limits, case.rows, &self.folds, matrices)
+            } else {
+                coded_plan::matmul_raw(&limits, case.rows, &self.folds, matrices, several)
+            };
             args.job_rows = job_rows;
             args.blocks = case.rows.div_ceil(job_rows as usize) as u32;
             if case.unfused {
                 args.scratch = self.scratch();
             }
             (args.min_tokens, args.max_tokens) = if several { (2, u32::MAX) } else { (0, 1) };
-            let kernel = if several {
+            let kernel = if mma {
+                Kernel::RawMma
+            } else if several {
                 Kernel::RawTokens
             } else {
                 Kernel::Raw

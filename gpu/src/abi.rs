@@ -55,7 +55,7 @@ pub struct MatrixDesc {
 
 const _: () = assert!(size_of::<MatrixDesc>() == 72);
 
-/// Arguments of the expert kernels: `matmul_raw`, `matmul_raw_tokens`, `matmul_rans_*`,
+/// Arguments of the expert kernels: `matmul_raw`, `matmul_raw_tokens`, `matmul_raw_mma`, `matmul_rans_*`,
 /// `matmul_rans_tokens_*`, `matmul_rans_shared_*`, `decode_rans_*`.
 ///
 /// A launch covers matrices `first .. first + count` (gate and up, or down) of the active experts

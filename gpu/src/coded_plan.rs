@@ -3,7 +3,9 @@
 use crate::coded::RING;
 use crate::launch::{DeviceLimits, Launch};
 use crate::layout::{Folds, Symbol};
-use crate::{decode_rans, matmul_rans, matmul_rans_shared, matmul_rans_tokens, matmul_raw};
+use crate::{
+    decode_rans, matmul_rans, matmul_rans_shared, matmul_rans_tokens, matmul_raw, matmul_raw_mma,
+};
 
 /// A device that a kernel does not fit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -212,6 +214,21 @@ pub fn matmul_raw(
         .div_ceil(u64::from(threads / 32))
         .min(u64::from(limits.sms * blocks)) as u32;
     (Launch::new([grid, 1, 1], threads), job_rows)
+}
+
+/// `matmul_raw_mma`, likewise: jobs of [`matmul_raw_mma::ROWS`] rows.
+pub fn matmul_raw_mma(
+    limits: &DeviceLimits,
+    rows: usize,
+    folds: &Folds,
+    matrices: u64,
+) -> (Launch, u32) {
+    let job_rows = matmul_raw_mma::ROWS;
+    let jobs = matrices * (folds.segs() * rows.div_ceil(job_rows as usize)) as u64;
+    let grid = jobs
+        .div_ceil(u64::from(matmul_raw_mma::THREADS / 32))
+        .min(u64::from(limits.sms * matmul_raw_mma::BLOCKS)) as u32;
+    (Launch::new([grid, 1, 1], matmul_raw_mma::THREADS), job_rows)
 }
 
 #[cfg(test)]

@@ -38,6 +38,7 @@ pub mod matmul_rans;
 pub mod matmul_rans_shared;
 pub mod matmul_rans_tokens;
 pub mod matmul_raw;
+pub mod matmul_raw_mma;
 pub mod norm;
 pub mod partials;
 pub mod quantise;

@@ -71,21 +71,12 @@ unsafe fn matmul<const SEVERAL: bool>(args: &ExpertArgs) {
     while number < jobs {
         let (job, desc) = job(args, number, args.blocks);
         number += warps * thread::grid_dim_x();
-        let covered = job.tokens >= args.min_tokens.max(1)
-            && job.tokens <= most.min(args.max_tokens)
-            && (desc.codec == CODEC_RAW || !args.scratch.is_empty());
-        if !covered {
+        if job.tokens < args.min_tokens.max(1) || job.tokens > most.min(args.max_tokens) {
             continue;
         }
-        let words = u64::from(args.rows) * u64::from(args.cols / 8);
-        let packed = if desc.codec == CODEC_RAW {
-            desc.stream.part::<u32>(0, words)
-        } else {
-            let place = u64::from(job.active * args.count + job.matrix) * words;
-            args.scratch.part::<u32>(place, words)
+        let Some(weights) = packed(args, &job, &desc) else {
+            continue;
         };
-        // SAFETY: the matrix, which no kernel in flight writes.
-        let weights = unsafe { Global::new(packed) };
         match (args.fold, SEVERAL) {
             (2048, false) => one_token::<2>(args, &job, &desc, weights),
             (1024, false) => one_token::<1>(args, &job, &desc, weights),
@@ -94,6 +85,22 @@ unsafe fn matmul<const SEVERAL: bool>(args: &ExpertArgs) {
             _ => narrow(args, &job, &desc, weights),
         }
     }
+}
+
+/// Packed nibbles of a job's matrix; `None` for a coded one that is not in `scratch`.
+#[inline(always)]
+pub(crate) fn packed(args: &ExpertArgs, job: &Job, desc: &MatrixDesc) -> Option<Global<u32>> {
+    let words = u64::from(args.rows) * u64::from(args.cols / 8);
+    let packed = if desc.codec == CODEC_RAW {
+        desc.stream.part::<u32>(0, words)
+    } else if args.scratch.is_empty() {
+        return None;
+    } else {
+        let place = u64::from(job.active * args.count + job.matrix) * words;
+        args.scratch.part::<u32>(place, words)
+    };
+    // SAFETY: the matrix, which no kernel in flight writes.
+    Some(unsafe { Global::new(packed) })
 }
 
 /// First row of a job and its end.

@@ -197,6 +197,65 @@ registers! {
     }
 }
 
+/// Defines int8 matrix products of a warp.
+macro_rules! mma {
+    ($($(#[$about:meta])* $name:ident = $ptx:literal, $b:ident;)*) => {$(
+        $(#[$about])*
+        #[inline(always)]
+        #[track_caller]
+        #[must_use]
+        pub fn $name(a: [u32; 4], b: [u32; 2], c: [i32; 4]) -> [i32; 4] {
+            #[cfg(target_arch = "nvptx64")]
+            {
+                let mut d = c;
+                // SAFETY: an instruction on registers alone; all live lanes call it. Not `pure`,
+                // so that it is not moved to where fewer do.
+                unsafe {
+                    asm!(concat!("mma.sync.aligned.m16n8k32.row.col.s32.", $ptx, ".s32 \
+                        {{{d0}, {d1}, {d2}, {d3}}}, {{{a0}, {a1}, {a2}, {a3}}}, {{{b0}, {b1}}}, \
+                        {{{d0}, {d1}, {d2}, {d3}}};"),
+                        d0 = inlateout(reg32) d[0], d1 = inlateout(reg32) d[1],
+                        d2 = inlateout(reg32) d[2], d3 = inlateout(reg32) d[3],
+                        a0 = in(reg32) a[0], a1 = in(reg32) a[1],
+                        a2 = in(reg32) a[2], a3 = in(reg32) a[3],
+                        b0 = in(reg32) b[0], b1 = in(reg32) b[1],
+                        options(nomem, nostack, preserves_flags));
+                }
+                d
+            }
+            #[cfg(not(target_arch = "nvptx64"))]
+            {
+                let lane = crate::warp::lane_id();
+                let (row, column) = (lane / 4, lane % 4 * 2);
+                let mut d = c;
+                for step in 0..4 {
+                    let a = a.map(|a| crate::warp::shuffle_idx_u32(a, 4 * row + step));
+                    for j in 0..2 {
+                        let from = 4 * (column + j) + step;
+                        let b = b.map(|b| crate::warp::shuffle_idx_u32(b, from));
+                        for half in 0..2 {
+                            let d = &mut d[2 * half + j as usize];
+                            *d = dot(&bytes_u(a[half]), &$b(b[0]), *d);
+                            *d = dot(&bytes_u(a[half + 2]), &$b(b[1]), *d);
+                        }
+                    }
+                }
+                d
+            }
+        }
+    )*};
+}
+
+mma! {
+    /// `mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32`: c + a b modulo 2^32, a of 16 by 32 u8, b of
+    /// 32 by 8 s8. With l = 4g + t the lane, byte i of word w of a is row g + 8 (w mod 2), column
+    /// 16 (w / 2) + 4t + i; of b row 16w + 4t + i, column g; word w of c is row g + 8 (w / 2),
+    /// column 2t + w mod 2. A warp operation.
+    mma_u8_s8 = "u8.s8", bytes_s;
+    /// As [`mma_u8_s8`], b of u8.
+    mma_u8_u8 = "u8.u8", bytes_u;
+}
+
 /// `popc.b32`: number of ones.
 #[inline(always)]
 #[must_use]

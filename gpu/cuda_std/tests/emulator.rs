@@ -6,6 +6,7 @@ use bytemuck::{Pod, Zeroable};
 use cuda_std::emulator::{
     EmulatorError, FaultKind, Grid, Memory, Options, Stats, launch, launch_with,
 };
+use cuda_std::intrinsics::{mma_u8_s8, mma_u8_u8};
 use cuda_std::mem::{
     Global, GlobalMut, Slice, cp_async_16, cp_async_commit, cp_async_wait, thread_fence,
 };
@@ -748,4 +749,88 @@ fn the_lowest_faulty_block_is_reported_when_one_worker_runs() {
     )
     .unwrap_err();
     assert_eq!(error.block, [2, 1, 0]);
+}
+
+/// output = input's matrix a (16 by 32) times b (32 by 8) plus c, once with b of s8, once of u8; in
+/// fragments, word by word a lane each.
+///
+/// # Safety
+/// As any kernel of two slices.
+#[kernel(threads = 32)]
+unsafe fn products(args: Args) {
+    // SAFETY: 10 words a lane in, 8 out.
+    let (input, output) = unsafe {
+        (
+            Global::<u32>::new(args.input),
+            GlobalMut::<i32>::new(args.output),
+        )
+    };
+    let lane = warp::lane_id();
+    let word = |i: usize| input.load(i as u32 * 32 + lane);
+    let a = [0, 1, 2, 3].map(word);
+    let b = [4, 5].map(word);
+    let c = [6, 7, 8, 9].map(|i| word(i) as i32);
+    let d = [mma_u8_s8(a, b, c), mma_u8_u8(a, b, c)];
+    for (i, d) in d.iter().flatten().enumerate() {
+        output.store(i as u32 * 32 + lane, *d);
+    }
+}
+
+#[test]
+fn int8_matrix_products() {
+    let mut state = 1u32;
+    let mut random = || {
+        state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+        (state >> 16) as u8
+    };
+    let a: [[u8; 32]; 16] = std::array::from_fn(|_| std::array::from_fn(|_| random()));
+    let b: [[u8; 8]; 32] = std::array::from_fn(|_| std::array::from_fn(|_| random()));
+    let c: [[i32; 8]; 16] =
+        std::array::from_fn(|_| std::array::from_fn(|_| i32::MAX - i32::from(random()) * 400));
+    // The manual's figures of the fragments.
+    let mut words = vec![0u32; 320];
+    for lane in 0..32 {
+        let (group, thread) = (lane / 4, lane % 4);
+        for i in 0..16 {
+            let row = if i < 4 || (8..12).contains(&i) {
+                group
+            } else {
+                group + 8
+            };
+            let column = thread * 4 + (i & 3) + if i < 8 { 0 } else { 16 };
+            words[i / 4 * 32 + lane] |= u32::from(a[row][column]) << (8 * (i & 3));
+        }
+        for i in 0..8 {
+            let row = thread * 4 + (i & 3) + if i < 4 { 0 } else { 16 };
+            words[(4 + i / 4) * 32 + lane] |= u32::from(b[row][group]) << (8 * (i & 3));
+        }
+        for i in 0..4 {
+            let row = if i < 2 { group } else { group + 8 };
+            words[(6 + i) * 32 + lane] = c[row][thread * 2 + (i & 1)] as u32;
+        }
+    }
+    let (input, output) = (Memory::from_slice(&words), Memory::<i32>::uninit(256));
+    let args = Args {
+        input: input.slice(),
+        output: output.slice(),
+    };
+    launch("products", 1, 32, 0, || {
+        // SAFETY: views of live memory of the right sizes.
+        unsafe { products(args) }
+    })
+    .unwrap();
+    let found = output.to_vec();
+    for lane in 0..32 {
+        for i in 0..4 {
+            let row = if i < 2 { lane / 4 } else { lane / 4 + 8 };
+            let column = lane % 4 * 2 + (i & 1);
+            let sum = |of: fn(u8) -> i32| {
+                (0..32).fold(c[row][column], |sum, k| {
+                    sum.wrapping_add(i32::from(a[row][k]) * of(b[k][column]))
+                })
+            };
+            assert_eq!(found[i * 32 + lane], sum(|b| i32::from(b as i8)));
+            assert_eq!(found[(4 + i) * 32 + lane], sum(i32::from));
+        }
+    }
 }

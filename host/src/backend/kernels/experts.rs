@@ -485,12 +485,18 @@ impl<D: Device> KernelBackend<D> {
             if several && groups.tokens == 1 {
                 continue;
             }
-            let (launch, job_rows) =
-                coded_plan::matmul_raw(limits, class.rows, &class.folds, matrices, several);
+            let mma = several && args.grouped == 0;
+            let (launch, job_rows) = if mma {
+                coded_plan::matmul_raw_mma(limits, class.rows, &class.folds, matrices)
+            } else {
+                coded_plan::matmul_raw(limits, class.rows, &class.folds, matrices, several)
+            };
             args.job_rows = job_rows;
             args.blocks = (class.rows as u32).div_ceil(job_rows);
             (args.min_tokens, args.max_tokens) = tokens;
-            if several {
+            if mma {
+                self.launch::<MatmulRawMma>(launch, args)?;
+            } else if several {
                 self.launch::<MatmulRawTokens>(launch, args)?;
             } else {
                 self.launch::<MatmulRaw>(launch, args)?;

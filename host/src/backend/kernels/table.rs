@@ -115,6 +115,8 @@ kernels! {
     MatmulRaw = matmul_raw::matmul_raw(ExpertArgs);
     /// Raw matrices of experts with several tokens.
     MatmulRawTokens = matmul_raw::matmul_raw_tokens(ExpertArgs);
+    /// Raw matrices with row scales of experts with several tokens, on tensor cores.
+    MatmulRawMma = matmul_raw_mma::matmul_raw_mma(ExpertArgs);
     /// Matrices coded in pairs, of experts with one token: decoded to registers.
     MatmulRansPair = matmul_rans::matmul_rans_pair(ExpertArgs);
     /// Matrices coded in triples, likewise.
