@@ -3,6 +3,7 @@
 
 use core::num::NonZeroU32;
 
+use cuda_std::intrinsics::{lanemask_lt, popc};
 use cuda_std::mem::{Global, GlobalMut, Slice};
 use cuda_std::warp;
 
@@ -43,6 +44,32 @@ pub(crate) fn active_count(args: &ExpertArgs) -> u32 {
     // SAFETY: `n_active` is one word that no kernel in flight writes.
     let n = unsafe { Global::<u32>::new(args.n_active) }.load(0);
     n.min(args.active_end).saturating_sub(args.active_begin)
+}
+
+/// Active expert number `k` of those with at most `most` tokens that the launch covers, and how many it covers up to there (all,
+/// if there is no such). A warp operation; the same in all lanes.
+#[inline(always)]
+pub(crate) fn covered(args: &ExpertArgs, most: u32, k: u32) -> (u32, u32) {
+    let lane = warp::lane_id();
+    let n = active_count(args);
+    let most = args.max_tokens.min(most);
+    // SAFETY: an array that no kernel in flight writes.
+    let active = unsafe { Global::<[u32; 4]>::new(args.active) };
+    let active = active.cast::<u32>();
+    let (mut found, mut seen, mut base) = (0, 0, 0);
+    while base < n && seen <= k {
+        let i = base + lane;
+        let ours = i < n && {
+            let tokens = active.load((args.active_begin + i) * 4 + 2);
+            tokens >= args.min_tokens.max(1) && tokens <= most
+        };
+        let votes = warp::ballot(ours);
+        let here = ours && seen + popc(votes & lanemask_lt()) == k;
+        found = base + warp::ballot(here).trailing_zeros();
+        seen += popc(votes);
+        base += LANES as u32;
+    }
+    (found, seen)
 }
 
 /// Job `number` of (active expert, matrix, block, segment), the last fastest, and its matrix.

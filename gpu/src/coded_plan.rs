@@ -278,7 +278,7 @@ mod tests {
         let (launch, stage, most) =
             matmul_rans_tokens(&a100, Symbol::Triple, &folds, 8, 2064).unwrap();
         assert!(launch.shared <= a100.shared_per_block);
-        assert_eq!((launch.threads, stage, most), (288, 1, 4));
+        assert_eq!((launch.threads, stage, most), (224, 1, 4));
     }
 
     #[test]

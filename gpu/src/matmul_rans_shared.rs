@@ -24,8 +24,8 @@ pub use crate::abi::ExpertArgs;
 use crate::abi::MatrixDesc;
 use crate::coded::{CHECK, Code, Decoder, Pair, RING, Triple, load_table, unroll};
 use crate::coded_jobs::{
-    Fold, Job, active_count, div_rem, fault, group_scales, input_row, job, lane_gsum, lane_word,
-    row_groups, store_group,
+    Fold, Job, active_count, covered, div_rem, fault, group_scales, input_row, job, lane_gsum,
+    lane_word, row_groups, store_group,
 };
 use crate::layout::LANES;
 
@@ -76,6 +76,9 @@ unsafe fn matmul<C: Code>(args: &ExpertArgs) {
     let head = C::TABLE * 4 + args.stage * token_bytes(pairs);
     // SAFETY: the launch has that much.
     let shared = unsafe { Shared::<u32>::dynamic(0, (head + warps * warp_bytes(pairs)) / 4) };
+    if covered(args, u32::MAX, 0).1 == 0 {
+        return;
+    }
     load_table::<C>(args.table, shared);
     let ring = head + warp * warp_bytes(pairs);
     let plan = Plan {

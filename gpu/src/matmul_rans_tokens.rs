@@ -20,7 +20,6 @@
 //! Shared memory, in this order: table; `stage` sets of `width(max_tokens) * pairs * 128` bytes; for
 //! each warp its ring.
 
-use cuda_std::intrinsics::{lanemask_lt, popc};
 use cuda_std::mem::Global;
 use cuda_std::shared::Shared;
 use cuda_std::{kernel, thread, warp};
@@ -31,8 +30,8 @@ use crate::abi::MatrixDesc;
 use crate::arith::GROUP;
 use crate::coded::{Code, Decoder, Pair, Triple, load_table, ring, unroll};
 use crate::coded_jobs::{
-    Fold, Job, active_count, div_rem, fault, group_scales, input_of, input_row, lane_gsum,
-    lane_word, row_groups, store_out,
+    Fold, Job, covered, div_rem, fault, group_scales, input_of, input_row, lane_gsum, lane_word,
+    row_groups, store_out,
 };
 use crate::layout::LANES;
 
@@ -93,7 +92,6 @@ unsafe fn matmul<C: Code>(args: &ExpertArgs) {
     let head = C::TABLE * 4 + args.stage * set_bytes(args.max_tokens, pairs);
     // SAFETY: the launch has that much.
     let shared = unsafe { Shared::<u32>::dynamic(0, (head + warps * WARP_BYTES) / 4) };
-    load_table::<C>(args.table, shared);
     let plan = Plan {
         args,
         shared,
@@ -104,11 +102,15 @@ unsafe fn matmul<C: Code>(args: &ExpertArgs) {
     let ring = head + warp * WARP_BYTES;
     let one = args.count.min(1);
     let per_set = args.count * args.blocks;
-    let jobs = covered(args, u32::MAX).1 * args.segs * per_set;
+    let jobs = covered(args, TOKENS, u32::MAX).1 * args.segs * per_set;
     let (share, rest) = div_rem(jobs, thread::grid_dim_x());
     let b = thread::block_idx_x();
     let mut number = b * share + b.min(rest);
     let end = number + share + u32::from(b < rest);
+    if number == end {
+        return;
+    }
+    load_table::<C>(args.table, shared);
     while number < end {
         let (set, within) = div_rem(number, per_set);
         let left = end - number;
@@ -139,32 +141,6 @@ unsafe fn matmul<C: Code>(args: &ExpertArgs) {
     }
 }
 
-/// Active expert number `k` of those that the launch covers, and how many it covers up to there (all,
-/// if there is no such). A warp operation; the same in all lanes.
-#[inline(always)]
-fn covered(args: &ExpertArgs, k: u32) -> (u32, u32) {
-    let lane = warp::lane_id();
-    let n = active_count(args);
-    let most = args.max_tokens.min(TOKENS);
-    // SAFETY: an array that no kernel in flight writes.
-    let active = unsafe { Global::<[u32; 4]>::new(args.active) };
-    let active = active.cast::<u32>();
-    let (mut found, mut seen, mut base) = (0, 0, 0);
-    while base < n && seen <= k {
-        let i = base + lane;
-        let ours = i < n && {
-            let tokens = active.load((args.active_begin + i) * 4 + 2);
-            tokens >= args.min_tokens.max(1) && tokens <= most
-        };
-        let votes = warp::ballot(ours);
-        let here = ours && seen + popc(votes & lanemask_lt()) == k;
-        found = base + warp::ballot(here).trailing_zeros();
-        seen += popc(votes);
-        base += LANES as u32;
-    }
-    (found, seen)
-}
-
 /// The launch, and where things are in shared memory, in words.
 struct Plan<'a> {
     args: &'a ExpertArgs,
@@ -191,7 +167,7 @@ impl Plan<'_> {
     #[inline(always)]
     fn job(&self, set: u32) -> Job {
         let (k, seg) = div_rem(set, self.args.segs);
-        let (active, _) = covered(self.args, k);
+        let (active, _) = covered(self.args, TOKENS, k);
         // SAFETY: an array that no kernel in flight writes, the index in bounds.
         let [_, slot, tokens, _] = unsafe { Global::<[u32; 4]>::new(self.args.active) }
             .load_v4((self.args.active_begin + active) * 4);
