@@ -98,7 +98,7 @@ fn rans_launch(limits: &DeviceLimits, head: u32, warp: u32, warps: u32, jobs: u6
 
 /// `matmul_rans_tokens_*`: the launch, [`crate::abi::ExpertArgs::stage`] and
 /// [`crate::abi::ExpertArgs::max_tokens`]: at most `tokens`, the largest number of tokens of an
-/// expert, and fewer where the device has no room for so many. `jobs` as in [`matmul_rans`].
+/// expert, and fewer where the device has no room for so many. `jobs` as in [`mod@matmul_rans`].
 ///
 /// Two sets where 8 warps are left room for, since a block's jobs may go across a set's end, and as
 /// many warps as make the rounds of a multiprocessor's share of the jobs equal.

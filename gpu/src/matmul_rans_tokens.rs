@@ -15,7 +15,7 @@
 //! 4. 2, 4 or 8 tokens are multiplied; the last token stands in for those that are not there.
 //! 5. The results of a row group stay in one register, lane by lane (token, row), and leave in one
 //!    store.
-//! 6. The ring is asked every [`EVERY`] groups, which halves it: room for activations.
+//! 6. The ring is asked every `EVERY` groups, which halves it: room for activations.
 //!
 //! Shared memory, in this order: table; `stage` sets of `width(max_tokens) * pairs * 128` bytes; for
 //! each warp its ring.
@@ -75,7 +75,7 @@ pub unsafe fn matmul_rans_tokens_pair(args: ExpertArgs) {
 /// See the module.
 ///
 /// # Safety
-/// As [`matmul_rans_tokens_pair`].
+/// As [`matmul_rans_tokens_pair()`].
 #[kernel(threads = 512, min_blocks = 1)]
 pub unsafe fn matmul_rans_tokens_triple(args: ExpertArgs) {
     // SAFETY: the caller's promise.
