@@ -27,8 +27,10 @@ fn damage_in_memory<B: LoadExperts>(make: impl Fn() -> B) {
             let mut records: Vec<_> = (0..2).map(|e| layer.record(e).unwrap()).collect();
             let mut bytes = records[1].bytes.to_vec();
             let stream = records[1].matrix(MatrixKind::Up).stream.clone();
-            // A lane's first state.
-            bytes[stream.start + 1] ^= 0x10;
+            // Every lane's first state: one lane alone may fall back into step and end as it should.
+            for lane in 0..32 {
+                bytes[stream.start + 4 * lane + 1] ^= 0x10;
+            }
             records[1].bytes = &bytes;
             let layer = LayerExperts::Coded { layer, records };
             let experts = backend.load_experts(layer, shape, form).unwrap();
