@@ -14,6 +14,8 @@ pub const CODEC_RAW: u32 = 0;
 pub const CODEC_RANS_PAIR: u32 = 1;
 /// [`MatrixDesc::codec`]: rANS over triples.
 pub const CODEC_RANS_TRIPLE: u32 = 2;
+/// [`MatrixDesc::codec`]: three-bit plane and sparse fourth bit ([`crate::plane3`]), row scales only.
+pub const CODEC_PLANE3: u32 = 3;
 
 /// [`MatrixDesc::scale_format`]: f32.
 pub const SCALES_F32: u32 = 0;
@@ -34,7 +36,8 @@ pub const fn rans_codec(symbol: Symbol) -> u32 {
 pub struct MatrixDesc {
     /// `u32`, 16-byte aligned: coded streams, or `rows * cols / 8` words of packed nibbles.
     pub stream: Slice,
-    /// `u32` `[n_blocks * segs + 1]`: where a job's stream starts, 16-byte units. Empty when raw.
+    /// `u32` `[n_blocks * segs + 1]`: where a job's stream starts, 16-byte units. Empty when raw;
+    /// of plane3 its headers, [`crate::plane3`].
     pub blocks: Slice,
     /// Scales: f32, or u16 where the format is [`SCALES_AMAX`]; row-major, one a row or one for
     /// each 64 columns.
@@ -47,7 +50,8 @@ pub struct MatrixDesc {
     pub rows: u32,
     /// Columns.
     pub cols: u32,
-    /// Blocks of rows of a coded matrix, see [`crate::layout::Blocks`]; 0 when raw.
+    /// Blocks of rows of a coded matrix, see [`crate::layout::Blocks`] and
+    /// [`crate::plane3::Layout`]; 0 when raw.
     pub n_blocks: u32,
     /// Zero.
     pub reserved: u32,

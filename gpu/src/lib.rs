@@ -3,6 +3,7 @@
 //! - [`arith`]: the one arithmetic. Every operator has one result to the bit, whoever computes it.
 //! - [`launch`]: grid, block and shared memory, and the device properties they follow from.
 //! - [`layout`]: how the nibbles of a matrix are dealt to blocks, lanes and lookups.
+//! - [`plane3`]: the layout of the codec of that name.
 //! - [`rans`]: the codec's step functions and constants.
 //!
 //! The crate builds for `nvptx64-nvidia-cuda`, where the kernels become PTX, and for the host,
@@ -41,6 +42,7 @@ pub mod matmul_raw;
 pub mod matmul_raw_mma;
 pub mod norm;
 pub mod partials;
+pub mod plane3;
 pub mod quantise;
 pub mod rans;
 pub mod rope;
