@@ -74,6 +74,8 @@ struct Memory {
     shape: ExpertShape,
     layers: Vec<u32>,
     experts: Vec<[RawMatrix<'static>; 3]>,
+    /// Experts after which they repeat.
+    distinct: usize,
 }
 
 impl Memory {
@@ -85,12 +87,22 @@ impl Memory {
     ) -> Self {
         let n = layers.len() * experts;
         Self {
+            distinct: n,
             shape,
             layers: layers.to_vec(),
             experts: (0..n)
                 .map(|_| MatrixKind::ALL.map(|k| make(k, shape.dims(k))))
                 .collect(),
         }
+    }
+
+    /// The first `distinct` experts stand for all.
+    fn repeated(mut self, distinct: usize) -> Self {
+        self.distinct = distinct;
+        for i in distinct..self.experts.len() {
+            self.experts[i] = self.experts[i - distinct].clone();
+        }
+        self
     }
 
     fn gaussian(shape: ExpertShape, layers: &[u32], experts: usize, bf16: bool) -> Self {
@@ -114,6 +126,13 @@ impl ExpertSource for Memory {
     fn expert(&self, layer: u32, expert: usize) -> Result<[RawMatrix<'_>; 3], ArchiveError> {
         let l = self.layers.iter().position(|l| *l == layer).unwrap();
         Ok(self.experts[l * self.experts() + expert].clone())
+    }
+    fn shared(&self, layer: u32, expert: usize) -> Option<(u32, usize)> {
+        let l = self.layers.iter().position(|l| *l == layer).unwrap();
+        let i = l * self.experts() + expert;
+        let first = i % self.distinct;
+        let (l, e) = (first / self.experts(), first % self.experts());
+        (first != i).then(|| (self.layers[l], e))
     }
 }
 
@@ -176,6 +195,37 @@ fn what_is_packed_comes_back() {
                 ));
                 assert!(archive.record(1, 3).is_err());
             }
+        }
+    }
+}
+
+#[test]
+fn equal_experts_share_records() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("a.ansx");
+    let gaussian = || Memory::gaussian(shape(256, 128, ScaleKind::Row), &[1, 4, 5], 4, true);
+    for codec in [CodecChoice::Rans, CodecChoice::Raw] {
+        let o = options(SymbolChoice::Auto, codec);
+        for distinct in [1, 4, 5, 11] {
+            let source = gaussian().repeated(distinct);
+            let s = pack(&source, &o, &path, |_| (), || false).unwrap();
+            assert_eq!(s.records, distinct);
+            let archive = verified(&source, &path);
+            assert_eq!(archive.records(), distinct);
+            let v = verify(&archive, None::<&Memory>, |_| ()).unwrap();
+            assert_eq!(v.records, distinct as u64);
+            // Packed again from the archive, it is the same file.
+            let again = dir.path().join("b.ansx");
+            pack(&archive, &o, &again, |_| (), || false).unwrap();
+            let bytes = std::fs::read(&path).unwrap();
+            assert!(std::fs::read(&again).unwrap() == bytes);
+            // An unshared archive of the same experts has the same fingerprint.
+            let mut apart = gaussian().repeated(distinct);
+            apart.distinct = 12;
+            pack(&apart, &o, &again, |_| (), || false).unwrap();
+            let other = Archive::open(&again).unwrap();
+            assert_eq!(other.fingerprint(), archive.fingerprint());
+            assert_eq!(other.records(), 12);
         }
     }
 }
@@ -369,6 +419,12 @@ fn sign(b: &mut [u8]) {
         let sum = blake3::hash(&b[from as usize..end as usize]);
         b[at + 16..at + 32].copy_from_slice(&sum.as_bytes()[..16]);
     }
+    seal(b);
+}
+
+/// The digest over what comes before the records.
+fn seal(b: &mut [u8]) {
+    let records = u64_at(b, 72) as usize;
     b[224..256].fill(0);
     let digest = *blake3::hash(&b[..records]).as_bytes();
     b[224..256].copy_from_slice(&digest);
@@ -577,6 +633,11 @@ fn golden_sources() -> Vec<(&'static str, Memory, PackOptions)> {
             options(triple, CodecChoice::Rans),
         ),
         (
+            "shared",
+            dice(shape(64, 64, ScaleKind::Row), &[1, 3], 2).repeated(3),
+            options(pair, CodecChoice::Rans),
+        ),
+        (
             "raw",
             dice(shape(64, 64, ScaleKind::Row), &[5], 1),
             options(pair, CodecChoice::Raw),
@@ -586,6 +647,29 @@ fn golden_sources() -> Vec<(&'static str, Memory, PackOptions)> {
 
 fn set(b: &mut [u8], at: usize, bytes: &[u8]) {
     b[at..at + bytes.len()].copy_from_slice(bytes);
+}
+
+/// The bad golden files made from `shared`, whose last entry shares the first one's record.
+fn golden_bad_shared(good: &[u8]) -> Vec<(&'static str, Vec<u8>)> {
+    let (layers, index) = (u64_at(good, 56) as usize, u64_at(good, 64) as usize);
+    let last = index + 3 * 48;
+    assert_eq!(u64_at(good, last), u64_at(good, index));
+    let make = |change: &dyn Fn(&mut Vec<u8>)| {
+        let mut b = good.to_vec();
+        change(&mut b);
+        seal(&mut b);
+        b
+    };
+    vec![
+        ("bad-shared-length.ansx", make(&|b| b[last + 8] ^= 16)),
+        ("bad-shared-checksum.ansx", make(&|b| b[last + 16] ^= 1)),
+        ("bad-shared-digest.ansx", make(&|b| b[last + 32] ^= 1)),
+        (
+            "bad-shared-tables.ansx",
+            make(&|b| set(b, layers + 16 + 6, &[255, 255])),
+        ),
+        ("bad-shared-offset.ansx", make(&|b| b[last] ^= 16)),
+    ]
 }
 
 /// The bad golden files, made from `pair-tiny`.
@@ -673,8 +757,12 @@ fn golden_files() {
         verified(&source, &file);
     }
     let good = std::fs::read(golden().join("pair-tiny.ansx")).unwrap();
+    let shared = std::fs::read(golden().join("shared.ansx")).unwrap();
     let mut messages = String::new();
-    for (name, bytes) in golden_bad(&good) {
+    for (name, bytes) in golden_bad(&good)
+        .into_iter()
+        .chain(golden_bad_shared(&shared))
+    {
         let file = golden().join(name);
         if write {
             std::fs::write(&file, &bytes).unwrap();

@@ -85,17 +85,27 @@ fn decode_archive(b: &[u8]) -> Vec<Vec<u8>> {
     for n in layer {
         print.extend((n as u32).to_le_bytes());
     }
-    let mut out = vec![];
+    let mut out: Vec<Vec<u8>> = vec![];
     let mut next = records;
     for i in 0..layers * experts {
         let entry = index + 48 * i;
+        let ids = at + 16 * (i / experts) + 4;
+        let same = (0..i).find(|j| num(b, index + 48 * j, 8) == num(b, entry, 8));
+        if let Some(j) = same {
+            let theirs = index + 48 * j;
+            assert_eq!(b[theirs..theirs + 48], b[entry..entry + 48], "shared");
+            let other = at + 16 * (j / experts) + 4;
+            assert_eq!(b[other..other + 4], b[ids..ids + 4], "tables of a shared");
+            print.extend(&b[entry + 32..entry + 48]);
+            out.push(out[j].clone());
+            continue;
+        }
         assert_eq!(num(b, entry, 8), next, "offset of a record");
         let len = num(b, entry + 8, 8);
         assert!(len.is_multiple_of(16) && len >= 96, "length of a record");
         let record = &b[next..next + len];
         assert_eq!(b[entry + 16..entry + 32], hash(record)[..16], "checksum");
         next = skip(b, next + len, align);
-        let ids = at + 16 * (i / experts) + 4;
         let tables = [num(b, ids, 2), num(b, ids + 2, 2)].map(|id| table.get(id));
         let raw = decode_record(record, hidden, inter, kind, tables);
         assert_eq!(b[entry + 32..entry + 48], hash(&raw)[..16], "raw digest");
@@ -251,6 +261,7 @@ fn good_files_decode_to_what_is_beside_them() {
         "triple-row",
         "pair-g64",
         "triple-segments",
+        "shared",
         "raw",
     ];
     for name in good {

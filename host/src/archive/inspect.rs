@@ -60,7 +60,7 @@ pub struct Inspection {
     pub version: u32,
     /// Bytes of the file.
     pub file_bytes: u64,
-    /// Bytes of the raw experts, int4 and f32 scales.
+    /// Bytes of the raw experts, int4 and f32 scales; of those that share a record once.
     pub raw_bytes: u64,
     /// `file_bytes / raw_bytes`.
     pub ratio: f64,
@@ -76,6 +76,8 @@ pub struct Inspection {
     pub alignment: u64,
     /// Experts of each layer.
     pub experts: usize,
+    /// Records: fewer than experts where some share one.
+    pub records: usize,
     /// What the raw experts are, hexadecimal.
     pub fingerprint: String,
     /// Tables.
@@ -167,7 +169,7 @@ pub fn inspect(
         }
     }
 
-    let n = (archive.layers().len() * experts) as u64;
+    let n = archive.records() as u64;
     let packed: u64 = MatrixKind::ALL
         .iter()
         .map(|k| {
@@ -188,6 +190,7 @@ pub fn inspect(
         experts_format: shape.scales.name(),
         alignment: 1 << archive.header().align_log2,
         experts,
+        records: archive.records(),
         fingerprint: hex(archive.fingerprint()),
         tables,
         layers,

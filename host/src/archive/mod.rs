@@ -16,6 +16,7 @@ mod source;
 mod verify;
 
 use std::borrow::Cow;
+use std::collections::HashMap;
 use std::fs::File;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -48,6 +49,8 @@ pub struct Archive {
     layers: Vec<u32>,
     /// Tables of each layer, by class.
     layer_tables: Vec<[Option<u16>; 2]>,
+    /// For each entry of the index the first one with its record: mostly itself.
+    first: Vec<u32>,
 }
 
 /// One layer of an archive.
@@ -124,6 +127,7 @@ impl Archive {
             tables: vec![],
             layers: vec![],
             layer_tables: vec![],
+            first: vec![],
         };
         archive.read_tables()?;
         archive.read_layers()?;
@@ -220,17 +224,27 @@ impl Archive {
         Ok(())
     }
 
-    /// Records lie one after the other, each from the first aligned place on.
-    fn check_index(&self) -> Result<(), ArchiveError> {
+    /// Records lie one after the other, each from the first aligned place on. An entry may name an
+    /// earlier one's record instead.
+    fn check_index(&mut self) -> Result<(), ArchiveError> {
         let align = 1u64 << self.header.align_log2;
         let mut at = self.header.records_at;
         // What is cut off is named by the first record that is not whole.
         let len = self.map.len() as u64;
-        for i in 0..self.layers.len() * self.experts() {
+        let n = self.layers.len() * self.experts();
+        let mut first = Vec::with_capacity(n);
+        let mut known = HashMap::new();
+        for i in 0..n {
             let (layer, expert) = self.place(i);
             let c = self.check(Place::Index { layer, expert });
             let entry = self.entry(i);
-            c.equal("offset", at, u64_at(entry, 0))?;
+            let offset = u64_at(entry, 0);
+            if let Some(&earlier) = known.get(&offset) {
+                self.check_shared(c, i, earlier)?;
+                first.push(earlier as u32);
+                continue;
+            }
+            c.equal("offset", at, offset)?;
             let size = u64_at(entry, 8);
             c.that(
                 size >= 3 * MATRIX as u64 && size.is_multiple_of(ALIGN as u64),
@@ -255,11 +269,33 @@ impl Archive {
                 format_args!("bytes {at} to {end} of the file"),
                 format_args!("a file of {len} bytes"),
             )?;
+            known.insert(at, i);
+            first.push(i as u32);
             at = end;
         }
         let c = self.check(Place::Header);
         c.equal("file length", at, self.header.file_len)?;
-        c.equal("file length", self.header.file_len, len)
+        c.equal("file length", self.header.file_len, len)?;
+        self.first = first;
+        Ok(())
+    }
+
+    /// Entry `i` has the offset of entry `earlier`, so it must be the same in all else.
+    fn check_shared(&self, c: Check<'_>, i: usize, earlier: usize) -> Result<(), ArchiveError> {
+        let (ours, theirs) = (self.entry(i), self.entry(earlier));
+        c.equal("length", u64_at(theirs, 8), u64_at(ours, 8))?;
+        for (field, at) in [("checksum", 16), ("digest of the raw expert", 32)] {
+            let digest = |entry| hex(&get::<16>(entry, at));
+            c.equal(field, digest(theirs), digest(ours))?;
+        }
+        let tables = |i: usize| self.layer_tables[i / self.experts()];
+        let (l, _) = self.place(earlier);
+        c.that(
+            tables(i) == tables(earlier),
+            "offset",
+            format_args!("a record of a layer with the same tables"),
+            format_args!("one of layer {l}"),
+        )
     }
 
     fn check_digest(&self) -> Result<(), ArchiveError> {
@@ -368,6 +404,19 @@ impl Archive {
     pub fn bytes(&self, layer: u32, expert: usize) -> Result<&[u8], ArchiveError> {
         let (range, _) = self.span(layer, expert)?;
         Ok(&self.map[range])
+    }
+
+    /// The first expert with the record of this one: mostly itself.
+    pub fn first(&self, layer: u32, expert: usize) -> Result<(u32, usize), ArchiveError> {
+        let (_, i) = self.span(layer, expert)?;
+        Ok(self.place(self.first[i] as usize))
+    }
+
+    /// Records in the file: fewer than experts where some share one.
+    pub fn records(&self) -> usize {
+        (self.first.iter().enumerate())
+            .filter(|(i, first)| *i == **first as usize)
+            .count()
     }
 
     /// Digest of the raw expert that a record holds ([`expert_digest`]).

@@ -102,13 +102,15 @@ pub struct Summary {
     pub layers: usize,
     /// Experts of each.
     pub experts: usize,
+    /// Records: fewer than experts where some share one.
+    pub records: usize,
     /// Symbols of the streams: `pair`, `triple` or, if all is raw, `none`.
     pub symbols: &'static str,
     /// Tables.
     pub tables: usize,
     /// Their bytes in the file.
     pub table_bytes: u64,
-    /// Bytes of the raw experts: int4 and f32 scales.
+    /// Bytes of the raw experts, int4 and f32 scales; of those that share a record once.
     pub raw_bytes: u64,
     /// Bytes of the archive.
     pub file_bytes: u64,
@@ -182,6 +184,12 @@ impl Tables {
     fn get(&self, layer: usize, kind: MatrixKind) -> Option<&Table> {
         self.of[layer][class(kind)].map(|t| &self.tables[usize::from(t)])
     }
+
+    /// The same, each layer with the tables of the one that `joined` gives.
+    fn shared_by(mut self, joined: &[usize]) -> Self {
+        self.of = joined.iter().map(|l| self.of[*l]).collect();
+        self
+    }
 }
 
 /// A shared table may cost this share of the coded bytes more than two: tables take device memory
@@ -221,6 +229,7 @@ pub fn pack(
     let shape = *source.shape();
     let layers = source.layers();
     let experts = source.experts();
+    let first = first_with_bits(source);
 
     let io = |action| move |e| ArchiveError::io(out, action, e, UNWRITABLE);
     let dir = match out.parent() {
@@ -242,16 +251,26 @@ pub fn pack(
 
     let mut counts = Vec::with_capacity(layers.len());
     let mut digests = Vec::with_capacity(layers.len() * experts);
-    for &layer in layers {
+    for (l, &layer) in layers.iter().enumerate() {
         going()?;
-        let (layer_digests, layer_counts) =
-            count_layer(source, options.codec, layer, experts, &progress)?;
-        digests.extend(layer_digests);
+        let of_layer = &first[l * experts..(l + 1) * experts];
+        let (layer_digests, layer_counts) = count_layer(
+            source,
+            options.codec,
+            layer,
+            l * experts,
+            of_layer,
+            &progress,
+        )?;
+        for (digest, first) in layer_digests.into_iter().zip(of_layer) {
+            digests.push(digest.unwrap_or_else(|| digests[*first]));
+        }
         counts.push(layer_counts);
     }
+    let joined = join_layers(&first, experts, &mut counts);
     let tables = match options.codec {
         CodecChoice::Raw => None,
-        _ => choose_symbols(source, options, &counts)?,
+        _ => choose_symbols(source, options, &counts)?.map(|t| t.shared_by(&joined)),
     };
 
     let table_bytes: usize = tables
@@ -273,16 +292,25 @@ pub fn pack(
         .collect();
     for batch in all.chunks(BATCH) {
         going()?;
-        let coded: Vec<Coded> = batch
+        let coded: Vec<Option<Coded>> = batch
             .par_iter()
             .map(|&(l, e)| {
+                if first[l * experts + e] != l * experts + e {
+                    progress(1);
+                    return Ok(None);
+                }
                 let raw = source.expert(layers[l], e)?;
                 let coded = code_expert(&shape, &raw, options, tables.as_ref(), l);
                 progress(1);
-                Ok(coded)
+                Ok(Some(coded))
             })
             .collect::<Result<_, ArchiveError>>()?;
         for (coded, &(l, e)) in coded.iter().zip(batch) {
+            let Some(coded) = coded else {
+                let entry = INDEX * first[l * experts + e];
+                index.extend_from_within(entry..entry + INDEX);
+                continue;
+            };
             index.extend(at.to_le_bytes());
             index.extend((coded.bytes.len() as u64).to_le_bytes());
             index.extend(coded.checksum);
@@ -341,11 +369,15 @@ pub fn pack(
         .and_then(|d| d.sync_all())
         .map_err(io("flush the directory of"))?;
 
-    let raw_bytes = (layers.len() * experts) as u64 * shape.raw_bytes() as u64;
+    let records = (first.iter().enumerate())
+        .filter(|(i, first)| i == *first)
+        .count();
+    let raw_bytes = records as u64 * shape.raw_bytes() as u64;
     let coded_any = classes.iter().any(|c| c.raw < c.matrices);
     Ok(Summary {
         layers: layers.len(),
         experts,
+        records,
         symbols: match &tables {
             Some(t) if coded_any && t.symbol == Symbol::Pair => "pair",
             Some(_) if coded_any => "triple",
@@ -384,16 +416,67 @@ fn alignment(shape: &ExpertShape) -> u8 {
         .unwrap_or(4)
 }
 
-/// Digests of a layer's raw experts and the counts of their symbols.
+/// For each expert, by layer and number, the first one with its bits ([`ExpertSource::shared`]).
+fn first_with_bits(source: &impl ExpertSource) -> Vec<usize> {
+    let (layers, experts) = (source.layers(), source.experts());
+    let mut first: Vec<usize> = Vec::with_capacity(layers.len() * experts);
+    for (l, layer) in layers.iter().enumerate() {
+        for e in 0..experts {
+            let i = first.len();
+            let other = source.shared(*layer, e).and_then(|(layer, e)| {
+                let l = layers[..=l].binary_search(&layer).ok()?;
+                first.get(l * experts + e).copied()
+            });
+            first.push(other.unwrap_or(i));
+        }
+    }
+    first
+}
+
+/// Layers that share a record must have the same tables: their counts go to the first of them.
+/// For each layer that first one.
+fn join_layers(first: &[usize], experts: usize, counts: &mut [Counts]) -> Vec<usize> {
+    fn root(of: &[usize], mut l: usize) -> usize {
+        while of[l] != l {
+            l = of[l];
+        }
+        l
+    }
+    let mut of: Vec<usize> = (0..counts.len()).collect();
+    for (i, first) in first.iter().enumerate() {
+        let (a, b) = (root(&of, i / experts), root(&of, first / experts));
+        of[a.max(b)] = a.min(b);
+    }
+    for l in 0..of.len() {
+        let to = root(&of, l);
+        of[l] = to;
+        if to != l {
+            let ours = std::mem::replace(&mut counts[l], Counts::new());
+            let theirs = std::mem::replace(&mut counts[to], Counts::new());
+            counts[to] = theirs.merge(ours);
+        }
+    }
+    of
+}
+
+/// Digests of a layer's raw experts, `first` by the first expert with their bits, and the counts of
+/// their symbols; nothing of those that share an earlier one's record. The layer's first expert is
+/// number `begin` of all.
 fn count_layer(
     source: &impl ExpertSource,
     choice: CodecChoice,
     layer: u32,
-    experts: usize,
+    begin: usize,
+    first: &[usize],
     progress: &(impl Fn(u64) + Sync),
-) -> Result<(Vec<Digest>, Counts), ArchiveError> {
+) -> Result<(Vec<Option<Digest>>, Counts), ArchiveError> {
     let shape = source.shape();
+    let experts = first.len();
     let one = |e| {
+        if first[e] != begin + e {
+            progress(1);
+            return Ok((None, None));
+        }
         let raw = source.expert(layer, e)?;
         let mut counts = Counts::new();
         for (kind, m) in MatrixKind::ALL.into_iter().zip(&raw) {
@@ -423,7 +506,7 @@ fn count_layer(
             }
         }
         progress(1);
-        Ok((super::expert_digest(&raw), counts))
+        Ok((Some(super::expert_digest(&raw)), Some(counts)))
     };
     // A few experts a piece: a count of triples takes as long to merge as a small matrix to count.
     let piece = 8;
@@ -435,7 +518,9 @@ fn count_layer(
             for e in p * piece..experts.min((p + 1) * piece) {
                 let (digest, c) = one(e)?;
                 digests.push(digest);
-                counts = counts.merge(c);
+                if let Some(c) = c {
+                    counts = counts.merge(c);
+                }
             }
             Ok((digests, counts))
         })

@@ -25,6 +25,11 @@ pub trait ExpertSource: Sync {
     fn experts(&self) -> usize;
     /// An expert's gate, up and down.
     fn expert(&self, layer: u32, expert: usize) -> Result<[RawMatrix<'_>; 3], ArchiveError>;
+    /// The first expert, by layer and number, with the same bits as this one, if the source knows
+    /// of an earlier one. Packing gives both one record.
+    fn shared(&self, _layer: u32, _expert: usize) -> Option<(u32, usize)> {
+        None
+    }
 }
 
 impl ExpertSource for Archive {
@@ -42,6 +47,11 @@ impl ExpertSource for Archive {
 
     fn expert(&self, layer: u32, expert: usize) -> Result<[RawMatrix<'_>; 3], ArchiveError> {
         self.record(layer, expert)?.decode_all()
+    }
+
+    fn shared(&self, layer: u32, expert: usize) -> Option<(u32, usize)> {
+        let first = self.first(layer, expert).ok()?;
+        (first != (layer, expert)).then_some(first)
     }
 }
 
