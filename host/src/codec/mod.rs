@@ -10,6 +10,7 @@
 //! ([`crate::archive`]) catch the rest.
 
 mod encode;
+pub mod plane3;
 mod reference;
 mod scales;
 mod table;
@@ -122,6 +123,18 @@ pub enum CodecError {
         lane: usize,
         /// The state.
         state: u32,
+    },
+    /// A list of plane3 that is none: the stream is corrupt.
+    #[error("block {block}, segment {segment}: list {list} {fault}")]
+    List {
+        /// Block of rows.
+        block: usize,
+        /// Segment of columns.
+        segment: usize,
+        /// N or P.
+        list: char,
+        /// What is wrong.
+        fault: plane3::ListFault,
     },
     /// A final state other than `M`: the stream is corrupt.
     #[error(
