@@ -38,13 +38,16 @@ fn packed(to: &Path) -> Vec<u8> {
     fs::read(to).unwrap()
 }
 
-/// A failure that one line explains, with nothing on stdout.
+/// A failure that one line explains, the last and the only one that does, with nothing on stdout.
 fn fails(mut command: Command, what: &str) {
     command
         .assert()
         .code(1)
         .stdout(is_empty())
-        .stderr(contains(what).and(predicate::function(|s: &str| s.lines().count() == 1)));
+        .stderr(contains(what).and(predicate::function(|s: &str| {
+            let errors = s.lines().filter(|l| l.starts_with("error: ")).count();
+            errors == 1 && s.lines().last().is_some_and(|l| l.starts_with("error: "))
+        })));
 }
 
 #[test]
@@ -107,6 +110,128 @@ fn pack_verify_inspect() {
         .assert()
         .success()
         .stderr(contains("the model's fingerprint"));
+}
+
+fn packs(args: &[&dyn AsRef<std::ffi::OsStr>], out: &Path) -> (Value, String) {
+    let mut all: Vec<&dyn AsRef<std::ffi::OsStr>> = vec![&"pack", &"-m"];
+    let model = model();
+    all.extend([
+        &model as &dyn AsRef<std::ffi::OsStr>,
+        &"-o",
+        &out,
+        &"--json",
+    ]);
+    all.extend(args);
+    let done = host(&all).assert().success();
+    host(&[&"verify", &out, &"-m", &model]).assert().success();
+    host(&[&"inspect", &out]).assert().success();
+    let done = done.get_output();
+    (
+        serde_json::from_slice(&done.stdout).unwrap(),
+        String::from_utf8(done.stderr.clone()).unwrap(),
+    )
+}
+
+#[test]
+fn the_target_chooses_symbols() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("a.ansx");
+    for (target, symbols, room) in [
+        ("sm_90", "triple", "triples: with 227 KiB"),
+        ("sm_120", "pair", "pairs: with 99 KiB"),
+    ] {
+        let (json, why) = packs(&[&"--target", &target], &file);
+        assert_eq!(json["symbols"], symbols);
+        assert!(why.contains(room) && why.contains(target), "{why}");
+        assert_eq!(why.lines().count(), 1, "{why}");
+    }
+    let (json, why) = packs(&[&"--target", &"sm_90", &"--symbols", &"pair"], &file);
+    assert_eq!((json["symbols"].as_str(), why.as_str()), (Some("pair"), ""));
+    let (_, why) = packs(&[], &file);
+    assert!(
+        why.contains(" in this machine") || why.contains("there is no GPU here"),
+        "{why}"
+    );
+    host(&[&"pack", &"-m", &model(), &"--target", &"sm_13"])
+        .assert()
+        .code(2)
+        .stderr(contains("sm_80, sm_86, sm_89, sm_90, sm_100, sm_120"));
+}
+
+#[test]
+fn codecs_and_the_hot_set() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("a.ansx");
+    let matrices = |json: &Value, codec: &str| {
+        json["gate_up"][codec].as_u64().unwrap() + json["down"][codec].as_u64().unwrap()
+    };
+    let (json, why) = packs(&[&"--codec", &"raw"], &file);
+    assert_eq!((json["tables"].as_u64(), why.as_str()), (Some(0), ""));
+    assert_eq!(matrices(&json, "rans") + matrices(&json, "plane3"), 0);
+    let (json, _) = packs(&[&"--codec", &"plane3"], &file);
+    assert_eq!(matrices(&json, "rans"), 0);
+
+    let profile = dir.path().join("profile.txt");
+    let inspected = host(&[&"inspect", &file, &"--json"]).assert().success();
+    let inspected: Value = serde_json::from_slice(&inspected.get_output().stdout).unwrap();
+    let layer = inspected["layers"][0]["layer"].as_u64().unwrap();
+    let lines = format!("# made by hand\n{layer} 0 5\n{layer} 2 9\n{layer} 3 0\n");
+    fs::write(&profile, lines).unwrap();
+    let both = format!("{}:1", profile.display());
+    for hot in [profile.as_os_str(), both.as_ref()] {
+        packs(&[&"--hot", &hot, &"--block-nibbles", &"20000"], &file);
+    }
+    let pack = |args: &[&dyn AsRef<std::ffi::OsStr>]| {
+        let model = model();
+        let mut all: Vec<&dyn AsRef<std::ffi::OsStr>> = vec![&"pack", &"-m", &model, &"-o", &file];
+        all.extend(args);
+        host(&all)
+    };
+    fails(pack(&[&"--hot", &"3"]), "there is no usage.txt in ");
+    fails(pack(&[&"--hot", &"none.txt"]), "none.txt: cannot read");
+    fails(
+        pack(&[&"--codec", &"plane3", &"--hot", &profile]),
+        "drop --hot",
+    );
+    fs::write(&profile, format!("{layer} 0 5\n{layer} 4000 9\n")).unwrap();
+    fails(
+        pack(&[&"--hot", &profile]),
+        ", expert 4000, which the model has not",
+    );
+    fs::write(&profile, "1 0 5\n1 zero 9\n").unwrap();
+    fails(
+        pack(&[&"--hot", &profile]),
+        "profile.txt: line 2: expected `layer expert count`",
+    );
+    pack(&[&"--block-nibbles", &"0"]).assert().code(2);
+}
+
+#[test]
+fn resuming_says_what_it_does() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("a.ansx");
+    let partial = dir.path().join("a.ansx.partial");
+    let pack = |args: &[&dyn AsRef<std::ffi::OsStr>]| {
+        let model = model();
+        let mut all: Vec<&dyn AsRef<std::ffi::OsStr>> = vec![&"pack", &"-m", &model, &"-o", &file];
+        all.extend(args);
+        host(&all)
+    };
+    pack(&[&"--resume"])
+        .assert()
+        .success()
+        .stderr(contains("a.ansx.partial: not there; beginning anew"));
+    let whole = fs::read(&file).unwrap();
+    fs::write(&partial, vec![7; 5000]).unwrap();
+    fails(
+        pack(&[&"--resume", &"--symbols", &"pair"]),
+        "a.ansx.partial: it is of other experts, other options or another version",
+    );
+    pack(&[])
+        .assert()
+        .success()
+        .stderr(contains("is dropped; --resume would go on with it"));
+    assert!(fs::read(&file).unwrap() == whole && !partial.exists());
 }
 
 #[test]

@@ -4,7 +4,7 @@ use std::borrow::Cow;
 
 use gpu::layout::Symbol;
 use host::archive::{
-    Archive, ArchiveError, CodecChoice, ExpertSource, PackOptions, SymbolChoice, pack,
+    Archive, ArchiveError, CodecChoice, ExpertSource, LEAST_SAVING, PackOptions, SymbolChoice, pack,
 };
 use host::backend::{LayerExperts, LoadExperts};
 use host::expert::{ExpertShape, Form, MatrixKind, RawMatrix, ScaleKind};
@@ -243,15 +243,32 @@ fn packed(
     symbol: Symbol,
     block_nibbles: Option<usize>,
 ) -> Packed {
+    packed_with(
+        shape,
+        raw,
+        &PackOptions {
+            codec,
+            symbols: SymbolChoice::Always(symbol),
+            block_nibbles,
+            // Small matrices save little.
+            least_saving: match codec {
+                CodecChoice::Auto => LEAST_SAVING,
+                _ => f64::NEG_INFINITY,
+            },
+            ..PackOptions::default()
+        },
+    )
+}
+
+fn packed_with(
+    shape: ExpertShape,
+    raw: &[[RawMatrix<'static>; 3]],
+    options: &PackOptions,
+) -> Packed {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("experts.ansx");
-    let options = PackOptions {
-        codec,
-        symbols: SymbolChoice::Always(symbol),
-        block_nibbles,
-    };
     let source = Memory { shape, layer: raw };
-    pack(&source, &options, &file, |_| (), || false).unwrap();
+    pack(&source, options, &file, |_| (), || false).unwrap();
     Packed {
         archive: Archive::open(&file).unwrap(),
         _folder: folder,
@@ -320,6 +337,38 @@ pub fn mixed_codecs<B: LoadExperts>(b: &B) {
     for symbol in [Symbol::Pair, Symbol::Triple] {
         let packed = packed(shape, &raw, CodecChoice::Auto, symbol, SMALL_BLOCKS);
         coded(b, &mut rng, &raw, &packed, symbol, &[1, 8]);
+    }
+}
+
+/// Experts in plane3 alone, and beside rANS and raw ones.
+pub fn plane3_experts<B: LoadExperts>(b: &B) {
+    let mut rng = Rng::fresh();
+    for (hidden, intermediate, tokens) in [
+        (64, 128, &[1, 3][..]),
+        (192, 64, &[2]),
+        (1024, 320, &[1, 7]),
+        (2048, 96 * 2, &[1]),
+    ] {
+        let shape = ExpertShape {
+            hidden,
+            intermediate,
+            scales: ScaleKind::Row,
+        };
+        let raw = layer(&mut rng, &shape, 6, |rng| DATA[rng.below(4)]);
+        for symbol in [Symbol::Pair, Symbol::Triple] {
+            // What does not shrink is raw in the second archive.
+            for (least_saving, hot) in [(f64::NEG_INFINITY, 0..6), (LEAST_SAVING, 2..5)] {
+                let options = PackOptions {
+                    symbols: SymbolChoice::Always(symbol),
+                    block_nibbles: SMALL_BLOCKS,
+                    hot: hot.map(|expert| (0, expert)).collect(),
+                    least_saving,
+                    ..PackOptions::default()
+                };
+                let packed = packed_with(shape, &raw, &options);
+                coded(b, &mut rng, &raw, &packed, symbol, tokens);
+            }
+        }
     }
 }
 

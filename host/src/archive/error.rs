@@ -98,6 +98,33 @@ impl fmt::Display for Invalid {
     }
 }
 
+/// What an interrupted pack left.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Kept {
+    /// The unfinished archive.
+    pub path: PathBuf,
+    /// Experts that are in it; 0 where it was not looked into before the end.
+    pub experts: usize,
+    /// Of so many.
+    pub of: usize,
+}
+
+fn left(kept: &Option<Kept>) -> String {
+    match kept {
+        None => "nothing was written".into(),
+        Some(k) if k.experts == 0 => format!(
+            "{} stays as it was; the same command with --resume goes on from there",
+            k.path.display()
+        ),
+        Some(k) => format!(
+            "{} of {} experts are in {}; the same command with --resume goes on from there",
+            k.experts,
+            k.of,
+            k.path.display()
+        ),
+    }
+}
+
 /// Why an archive could not be read, written or believed.
 #[derive(Debug, thiserror::Error)]
 pub enum ArchiveError {
@@ -143,10 +170,26 @@ pub enum ArchiveError {
         expert: usize,
     },
     /// Packing was told to stop.
-    #[error("{}: interrupted; nothing was written", path.display())]
+    #[error("{}: interrupted; {}", path.display(), left(kept))]
     Interrupted {
         /// The file that was to be.
         path: PathBuf,
+        /// What there is of it.
+        kept: Option<Kept>,
+    },
+    /// An unfinished archive that cannot be gone on with.
+    #[error("{}: {what}", path.display())]
+    Partial {
+        /// The unfinished archive.
+        path: PathBuf,
+        /// Why not, and the remedy.
+        what: &'static str,
+    },
+    /// What cannot be packed so.
+    #[error("{what}")]
+    Options {
+        /// Why not, and the remedy.
+        what: String,
     },
     /// Raw experts that cannot be packed.
     #[error("{}: {what}", path.display())]
@@ -169,6 +212,8 @@ pub(super) const UNWRITABLE: &str =
 /// The remedy for raw experts that cannot be read.
 pub(super) const NO_EXPERTS: &str =
     "it needs a model directory with raw experts, as `host convert` makes it";
+/// The remedy for a usage profile that cannot be read.
+pub(super) const NO_PROFILE: &str = "give a usage profile: lines of layer, expert and count";
 /// The remedy for a file that is something else.
 pub(super) const FOREIGN: &str = "make an archive with `host pack` of this version";
 

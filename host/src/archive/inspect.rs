@@ -89,19 +89,13 @@ pub struct Inspection {
 /// Sums of one matrix kind.
 #[derive(Clone, Default)]
 struct Sums {
-    codecs: [usize; 3],
+    codecs: [usize; 4],
     packed: u64,
     coded: u64,
     entropy: f64,
     scales: u64,
     coded_scales: u64,
 }
-
-const CODECS: [Codec; 3] = [
-    Codec::Raw,
-    Codec::Rans(gpu::layout::Symbol::Pair),
-    Codec::Rans(gpu::layout::Symbol::Triple),
-];
 
 /// Reads an archive's numbers. Entropies come from decoding `sample` experts of each layer, evenly
 /// spread; records that are read are checked. `progress` is called with 1 for each of them.
@@ -204,7 +198,7 @@ fn one(archive: &Archive, layer: u32, expert: usize) -> Result<[Sums; 3], Archiv
         let m = record.matrix(kind);
         let raw = record.decode(kind)?;
         *sums = Sums {
-            codecs: CODECS.map(|c| usize::from(c == m.codec)),
+            codecs: Codec::ALL.map(|c| usize::from(c == m.codec)),
             packed: raw.packed.len() as u64,
             coded: (m.offsets.len() + m.stream.len()) as u64,
             entropy: entropy(&nibble_counts(&raw.packed)) / 8.0,
@@ -229,7 +223,7 @@ fn total<'a>(kind: MatrixKind, all: impl Iterator<Item = &'a Sums>) -> MatrixInf
     }
     MatrixInfo {
         name: kind.name(),
-        codecs: (CODECS.iter().zip(sum.codecs))
+        codecs: (Codec::ALL.iter().zip(sum.codecs))
             .filter(|(_, n)| *n > 0)
             .map(|(c, n)| (c.name(), n))
             .collect(),

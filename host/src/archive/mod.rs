@@ -10,9 +10,11 @@
 
 mod error;
 mod format;
+mod hot;
 mod inspect;
 mod pack;
 mod source;
+pub mod target;
 mod verify;
 
 use std::borrow::Cow;
@@ -22,17 +24,23 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use gpu::layout::{Blocks, Folds, Symbol};
+use gpu::plane3::{Layout, PLANE_BYTES};
 use memmap2::Mmap;
 
 use crate::codec::{
-    Arm, Codec, CodecError, Coded, JOB_BYTES, STREAM_ALIGN, ScaleFormat, Table, decode_scales,
+    Arm, Codec, CodecError, Coded, JOB_BYTES, STREAM_ALIGN, ScaleFormat, Stream, Table,
+    decode_scales, plane3,
 };
-use crate::expert::{ExpertShape, MatrixKind, RawMatrix};
+use crate::expert::{ExpertShape, MatrixKind, RawMatrix, ScaleKind};
 
-pub use error::{ArchiveError, Invalid, Place};
+pub use error::{ArchiveError, Invalid, Kept, Place};
 pub use format::{CLASSES, Digest, Header, class, fingerprint};
+pub use hot::HotSet;
 pub use inspect::{Inspection, LayerInfo, MatrixInfo, TableInfo, inspect};
-pub use pack::{ClassSummary, CodecChoice, PackOptions, Summary, SymbolChoice, pack};
+pub use pack::{
+    ClassSummary, CodecChoice, LEAST_SAVING, PackOptions, Phase, Step, Summary, SymbolChoice, pack,
+    partial_path,
+};
 pub use source::{ExpertSource, SafetensorsExperts};
 pub use verify::{Verified, verify};
 
@@ -86,11 +94,11 @@ pub struct CodedMatrix {
     pub rows: usize,
     /// Columns.
     pub cols: usize,
-    /// Blocks, unless raw.
+    /// Blocks, if rANS.
     pub blocks: Option<Blocks>,
-    /// Number of its table, unless raw.
+    /// Number of its table, if rANS.
     pub table: Option<u16>,
-    /// `jobs + 1` u32 in units of 16 bytes from the stream's start; empty if raw.
+    /// Where jobs start, u32: `jobs + 1` of rANS, two for each of plane3; empty if raw.
     pub offsets: Range<usize>,
     /// Coded stream, or packed int4 if raw.
     pub stream: Range<usize>,
@@ -491,21 +499,18 @@ impl Archive {
         table: Option<u16>,
         at: &mut usize,
     ) -> Result<CodedMatrix, ArchiveError> {
-        let codec = match head[0] {
-            0 => Codec::Raw,
-            1 => Codec::Rans(Symbol::Pair),
-            2 => Codec::Rans(Symbol::Triple),
-            other => return Err(c.invalid("codec", "0, 1 or 2", other, DAMAGED)),
+        let Some(codec) = Codec::from_number(head[0]) else {
+            return Err(c.invalid("codec", "0, 1, 2 or 3", head[0], DAMAGED));
         };
         let scale_format = match head[1] {
             0 => ScaleFormat::F32,
             1 => ScaleFormat::Amax16,
             other => return Err(c.invalid("scale format", "0 or 1", other, DAMAGED)),
         };
-        c.zero("reserved bytes 2..4", &head[2..4])?;
         let (rows, cols) = self.shape().dims(kind);
         c.equal("rows", rows as u32, u32_at(head, 8))?;
         c.equal("columns", cols as u32, u32_at(head, 12))?;
+        c.zero("reserved bytes 2..4", &head[2..4])?;
         let n = u32_at(head, 4) as usize;
         let (blocks, table) = match codec {
             Codec::Raw => {
@@ -520,14 +525,28 @@ impl Archive {
                 let found = table.map(|t| self.table(t).symbol());
                 c.that(
                     found == Some(symbol),
-                    "table",
-                    format_args!("one over {symbol:?} symbols"),
+                    "codec",
                     match found {
-                        Some(s) => format!("one over {s:?} symbols"),
-                        None => "none".into(),
+                        Some(s) => format!("{}, as the table is", Codec::Rans(s)),
+                        None => "one that needs no table, as the layer has none".into(),
                     },
+                    codec,
                 )?;
                 (Some(blocks), table)
+            }
+            Codec::Plane3 => {
+                c.that(
+                    self.shape().scales == ScaleKind::Row,
+                    "codec",
+                    "one for scales of 64 columns",
+                    codec,
+                )?;
+                let Some(layout) = Layout::new(rows, cols) else {
+                    let expected = "one for these columns";
+                    return Err(c.invalid("codec", expected, codec, DAMAGED));
+                };
+                c.equal("blocks", layout.blocks(), n)?;
+                (None, None)
             }
         };
 
@@ -548,28 +567,33 @@ impl Archive {
             Ok(start..end)
         };
         let field = |at| u32_at(head, at) as usize;
-        let (offsets, next) = match blocks {
+        // Words of the block offsets, and the least length of the stream.
+        let coded = match (blocks, Layout::new(rows, cols)) {
+            (Some(b), _) => Some((b.jobs() + 1, b.jobs() * JOB_BYTES)),
+            (None, Some(l)) if codec == Codec::Plane3 => {
+                Some((l.header_words(), l.jobs() * PLANE_BYTES))
+            }
+            _ => None,
+        };
+        let (offsets, next) = match coded {
             None => {
                 c.equal("offset of block offsets", 0, field(24))?;
                 (0..0, *at)
             }
-            Some(b) => {
+            Some((words, _)) => {
                 c.equal("offset of block offsets", *at, field(24))?;
-                let offsets = part("block offsets", *at, 4 * (b.jobs() + 1))?;
+                let offsets = part("block offsets", *at, 4 * words)?;
                 let next = offsets.end.next_multiple_of(ALIGN);
                 (offsets, next)
             }
         };
         c.equal("offset of stream", next, field(16))?;
-        match blocks {
+        match coded {
             None => c.equal("stream length", rows * cols / 2, field(20))?,
-            Some(b) => c.that(
-                field(20).is_multiple_of(STREAM_ALIGN) && field(20) >= b.jobs() * JOB_BYTES,
+            Some((_, least)) => c.that(
+                field(20).is_multiple_of(STREAM_ALIGN) && field(20) >= least,
                 "stream length",
-                format_args!(
-                    "a multiple of {STREAM_ALIGN}, at least {}",
-                    b.jobs() * JOB_BYTES
-                ),
+                format_args!("a multiple of {STREAM_ALIGN}, at least {least}"),
                 field(20),
             )?,
         }
@@ -599,25 +623,24 @@ impl Archive {
             scales,
         };
         check_scales(c, &matrix.decode_scales(record))?;
-        if let Some(t) = table {
-            matrix.coded(record, self.table(t)).map_err(|e| match e {
-                CodecError::Offset {
-                    index,
-                    expected,
-                    found,
-                } => c.invalid(
-                    "block offsets",
-                    format_args!("entry {index} to be {expected}"),
-                    found,
-                    DAMAGED,
-                ),
-                source => ArchiveError::Codec {
-                    path: self.path.clone(),
-                    place: c.place,
-                    source,
-                },
-            })?;
-        }
+        let table = table.map(|t| self.table(t));
+        matrix.coded(record, table).map_err(|e| match e {
+            CodecError::Offset {
+                index,
+                expected,
+                found,
+            } => c.invalid(
+                "block offsets",
+                format_args!("entry {index} to be {expected}"),
+                found,
+                DAMAGED,
+            ),
+            source => ArchiveError::Codec {
+                path: self.path.clone(),
+                place: c.place,
+                source,
+            },
+        })?;
         Ok(matrix)
     }
 }
@@ -634,17 +657,33 @@ fn check_scales(c: Check<'_>, scales: &[f32]) -> Result<(), ArchiveError> {
 }
 
 impl CodedMatrix {
-    /// The coded matrix, from its record's bytes and its table; `None` if it is raw.
+    /// The coded matrix, from its record's bytes and, if rANS, its table; `None` if it is raw.
     pub fn coded<'a>(
         &self,
         record: &'a [u8],
-        table: &'a Table,
-    ) -> Result<Option<Coded<'a>>, CodecError> {
-        let Some(blocks) = self.blocks else {
-            return Ok(None);
-        };
+        table: Option<&'a Table>,
+    ) -> Result<Option<Stream<'a>>, CodecError> {
         let offsets = &record[self.offsets.clone()];
-        Coded::new(blocks, table, offsets, &record[self.stream.clone()]).map(Some)
+        let stream = &record[self.stream.clone()];
+        match (self.codec, self.blocks, table) {
+            (Codec::Rans(_), Some(blocks), Some(table)) => {
+                Coded::new(blocks, table, offsets, stream).map(|c| Some(c.into()))
+            }
+            (Codec::Plane3, _, _) => match Layout::new(self.rows, self.cols) {
+                Some(layout) => plane3::Coded::new(layout, offsets, stream).map(|c| Some(c.into())),
+                None => Ok(None),
+            },
+            _ => Ok(None),
+        }
+    }
+
+    /// Blocks of rows; 0 if raw.
+    pub fn n_blocks(&self) -> usize {
+        match self.codec {
+            Codec::Raw => 0,
+            Codec::Rans(_) => self.blocks.map_or(0, |b| b.blocks),
+            Codec::Plane3 => Layout::new(self.rows, self.cols).map_or(0, |l| l.blocks()),
+        }
     }
 
     /// Its scales as f32, row-major.
@@ -670,10 +709,11 @@ impl<'a> Record<'a> {
     }
 
     /// A matrix to decode, unless it is raw.
-    pub fn coded(&self, kind: MatrixKind) -> Option<Coded<'a>> {
+    pub fn coded(&self, kind: MatrixKind) -> Option<Stream<'a>> {
         let m = self.matrix(kind);
+        let table = m.table.map(|t| self.archive.table(t));
         // The record was checked, offsets included.
-        m.coded(self.bytes, self.archive.table(m.table?)).ok()?
+        m.coded(self.bytes, table).ok()?
     }
 
     /// A raw matrix's packed int4; `None` if it is coded.

@@ -1,19 +1,27 @@
 //! `host pack`.
 
-use std::path::PathBuf;
+use std::num::NonZeroUsize;
+use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+use anyhow::{bail, ensure};
 use clap::{Args, ValueEnum};
 use gpu::layout::Symbol;
 
 use super::ui::{self, Progress};
+use crate::archive::target::Target;
 use crate::archive::{
-    ClassSummary, CodecChoice, ExpertSource, PackOptions, SafetensorsExperts, Summary,
-    SymbolChoice, pack,
+    ClassSummary, CodecChoice, ExpertSource, HotSet, PackOptions, Phase, SafetensorsExperts,
+    Summary, SymbolChoice, pack, partial_path,
 };
+use crate::backend::kernels::CudaDevice;
+use crate::expert::ExpertShape;
 use crate::interrupt;
 use crate::model::directory::ARCHIVE_FILE;
+
+/// Usage profiles that `--hot N` looks for in the model directory.
+const PROFILES: [&str; 2] = ["usage.txt", ".coli_usage"];
 
 #[derive(Args)]
 pub struct PackArgs {
@@ -23,21 +31,39 @@ pub struct PackArgs {
     /// Archive to make [default: DIR/experts.ansx]
     #[arg(short, long, value_name = "FILE")]
     output: Option<PathBuf>,
-    /// Codec of matrices; auto is rANS where it saves 5%
+    /// Codec of experts outside the hot set; auto is rans. A matrix that it saves less than 5% of is
+    /// stored raw. plane3 is for experts with a scale a row
     #[arg(long, value_enum, default_value = "auto")]
     codec: CodecArg,
-    /// Nibbles that a table lookup yields; auto is what makes the smaller archive
+    /// GPU architecture that the archive is for; its shared memory decides between pairs and
+    /// triples: sm_80, sm_86, sm_89, sm_90, sm_100 or sm_120 [default: the GPU in this machine, else
+    /// pairs, which fit all]
+    #[arg(long, value_name = "ARCH", value_parser = Target::named)]
+    target: Option<Target>,
+    /// Nibbles that a table lookup of rans yields; auto is what suits the target
     #[arg(long, value_enum, default_value = "auto")]
     symbols: SymbolsArg,
+    /// Experts to code as plane3: those used at all in FILE, a usage profile with lines of layer,
+    /// expert and count; its N most used; or the N most used of usage.txt in the model directory
+    #[arg(long, value_name = "FILE[:N]|N")]
+    hot: Option<String>,
+    /// Nibbles of a block of rans, roughly: larger blocks are smaller and keep fewer warps busy
+    /// [default: 114688 over pairs, 98304 over triples]
+    #[arg(long, value_name = "N")]
+    block_nibbles: Option<NonZeroUsize>,
+    /// Go on with what an interrupted pack of the same experts and options left
+    #[arg(long)]
+    resume: bool,
     /// Print one JSON object
     #[arg(long)]
     json: bool,
 }
 
-#[derive(Clone, Copy, ValueEnum)]
+#[derive(Clone, Copy, PartialEq, ValueEnum)]
 enum CodecArg {
     Auto,
     Rans,
+    Plane3,
     Raw,
 }
 
@@ -78,70 +104,190 @@ impl Count {
     }
 }
 
+/// Progress of bytes, a bar for each pass.
+struct Passes {
+    bars: [Mutex<Progress>; 2],
+    done: [AtomicUsize; 2],
+    all: usize,
+}
+
+impl Passes {
+    fn new(all: u64) -> Self {
+        Self {
+            bars: ["counting symbols", "coding experts"]
+                .map(|what| Mutex::new(Progress::bytes(what))),
+            done: Default::default(),
+            all: all as usize,
+        }
+    }
+
+    fn add(&self, phase: Phase, bytes: u64) {
+        let i = phase as usize;
+        let done = self.done[i].fetch_add(bytes as usize, Ordering::Relaxed) + bytes as usize;
+        if let Ok(mut bar) = self.bars[i].try_lock() {
+            bar.set(done, self.all);
+            if done == self.all {
+                bar.clear();
+            }
+        }
+    }
+}
+
+/// The symbols that suit the target, and why.
+fn choose_symbols(target: Option<&Target>, shape: &ExpertShape) -> (Symbol, String) {
+    let (target, of) = match target {
+        Some(target) => (target.clone(), String::new()),
+        None => {
+            let devices = (0..CudaDevice::count()).filter_map(|i| CudaDevice::info(i).ok());
+            let Some(info) = devices.min_by_key(|info| info.shared_per_block) else {
+                let why = "pairs: there is no GPU here, and their table fits all; --target ARCH \
+                           chooses for another machine";
+                return (Symbol::Pair, why.into());
+            };
+            let (major, minor) = info.capability;
+            let target = Target {
+                name: format!("sm_{major}{minor}"),
+                shared_per_block: info.shared_per_block,
+            };
+            (target, format!(", {info} in this machine"))
+        }
+    };
+    let symbol = target.symbol(shape);
+    let (name, fits) = match symbol {
+        Symbol::Triple => ("triples", "has"),
+        Symbol::Pair => ("pairs", "lacks"),
+    };
+    let why = format!(
+        "{name}: with {} KiB of shared memory a block, {}{of} {fits} room for the table of triples",
+        target.shared_per_block >> 10,
+        target.name,
+    );
+    (symbol, why)
+}
+
+/// The experts that `--hot` names.
+fn hot_set(hot: &str, model: &Path) -> anyhow::Result<HotSet> {
+    if let Ok(n) = hot.parse::<usize>() {
+        let Some(profile) = (PROFILES.iter().map(|name| model.join(name))).find(|p| p.exists())
+        else {
+            bail!(
+                "--hot {n} needs to know which experts are used most: there is no {} in {}; record \
+                 one, or give a profile with --hot FILE:{n}",
+                PROFILES[0],
+                model.display()
+            );
+        };
+        return Ok(HotSet::read(&profile, Some(n))?);
+    }
+    let (file, most) = match hot.rsplit_once(':') {
+        Some((file, n)) if !Path::new(hot).exists() => match n.parse() {
+            Ok(n) => (file, Some(n)),
+            Err(_) => (hot, None),
+        },
+        _ => (hot, None),
+    };
+    Ok(HotSet::read(Path::new(file), most)?)
+}
+
 pub fn run(args: PackArgs) -> anyhow::Result<()> {
     interrupt::install();
     let source = SafetensorsExperts::open(&args.model)?;
     let out = args.output.unwrap_or_else(|| args.model.join(ARCHIVE_FILE));
+    let hot = match &args.hot {
+        Some(hot) => hot_set(hot, &args.model)?,
+        None => HotSet::default(),
+    };
+    ensure!(
+        args.codec != CodecArg::Plane3 || args.hot.is_none(),
+        "--codec plane3 codes all experts so; drop --hot, or choose another codec for the rest"
+    );
+    let symbol = match args.symbols {
+        SymbolsArg::Pair => Symbol::Pair,
+        SymbolsArg::Triple => Symbol::Triple,
+        SymbolsArg::Auto => {
+            let (symbol, why) = choose_symbols(args.target.as_ref(), source.shape());
+            if matches!(args.codec, CodecArg::Auto | CodecArg::Rans) {
+                ui::note!("{why}");
+            }
+            symbol
+        }
+    };
     let options = PackOptions {
         codec: match args.codec {
             CodecArg::Auto => CodecChoice::Auto,
             CodecArg::Rans => CodecChoice::Rans,
+            CodecArg::Plane3 => CodecChoice::Plane3,
             CodecArg::Raw => CodecChoice::Raw,
         },
-        symbols: match args.symbols {
-            SymbolsArg::Auto => SymbolChoice::Auto,
-            SymbolsArg::Pair => SymbolChoice::Always(Symbol::Pair),
-            SymbolsArg::Triple => SymbolChoice::Always(Symbol::Triple),
-        },
-        block_nibbles: None,
+        symbols: SymbolChoice::Always(symbol),
+        block_nibbles: args.block_nibbles.map(NonZeroUsize::get),
+        hot,
+        resume: args.resume,
+        ..PackOptions::default()
     };
+    let partial = partial_path(&out);
+    match (args.resume, partial.is_file()) {
+        (true, false) => ui::note!("{}: not there; beginning anew", partial.display()),
+        (false, true) => ui::note!(
+            "{}: what an interrupted pack left is dropped; --resume would go on with it",
+            partial.display()
+        ),
+        _ => {}
+    }
     let experts = source.layers().len() * source.experts();
-    let count = Count::new("packing experts", 2 * experts);
-    let summary = pack(
+    let passes = Passes::new(experts as u64 * source.shape().raw_bytes() as u64);
+    let s = pack(
         &source,
         &options,
         &out,
-        |n| count.add(n),
+        |step| passes.add(step.phase, step.bytes),
         interrupt::requested,
     );
-    count.finish();
-    let s = summary?;
+    drop(passes);
+    let s = s?;
     if args.json {
         return Ok(ui::out(&format!("{}\n", serde_json::to_string(&s)?))?);
     }
+    let kept = match s.kept {
+        0 => String::new(),
+        n => format!(", {n} of them kept"),
+    };
     ui::note!(
-        "{}: {} experts, {:.2} MB of {:.2} MB raw, ratio {:.4} ({:.4} of packed int4)",
+        "{}: {experts} experts{kept}, {:.2} MB of {:.2} MB raw",
         out.display(),
-        experts,
         s.file_bytes as f64 / 1e6,
         s.raw_bytes as f64 / 1e6,
-        s.ratio,
-        s.file_bytes as f64 / (s.gate_up.packed_bytes + s.down.packed_bytes) as f64
     );
     for (name, class) in [("gate_up", &s.gate_up), ("down", &s.down)] {
-        ui::note!("{}", line(name, class));
+        ui::note!("{}", line(name, class, 0));
     }
-    ui::note!("{}", tables(&s));
+    ui::note!("{}", line("total", &s.total(), s.table_bytes));
+    ui::note!("{}", file(&s));
     Ok(())
 }
 
-fn line(name: &str, c: &ClassSummary) -> String {
+/// A class, `tables` bytes of frequency tables counted.
+fn line(name: &str, c: &ClassSummary, tables: u64) -> String {
+    let codecs: Vec<String> = [(c.rans, "rans"), (c.plane3, "plane3"), (c.raw, "raw")]
+        .iter()
+        .filter(|(n, _)| *n > 0)
+        .map(|(n, codec)| format!("{n} {codec}"))
+        .collect();
+    let packed = c.packed_bytes as f64;
+    let coded = (c.coded_bytes + tables) as f64;
     format!(
-        "  {name:8} {} matrices, {} raw; nibbles {:.4} (entropy {:.4}); scales {:.2} of f32",
-        c.matrices,
-        c.raw,
-        c.coded_bytes as f64 / c.packed_bytes as f64,
-        c.entropy_bytes / c.packed_bytes as f64,
-        c.coded_scale_bytes as f64 / c.scale_bytes as f64
+        "  {name:8} {}; nibbles {:.4} (entropy {:.4}), scales {:.2} of f32, both {:.4}",
+        codecs.join(", "),
+        coded / packed,
+        c.entropy_bytes / packed,
+        c.coded_scale_bytes as f64 / c.scale_bytes as f64,
+        (coded + c.coded_scale_bytes as f64) / (packed + c.scale_bytes as f64),
     )
 }
 
-fn tables(s: &Summary) -> String {
+fn file(s: &Summary) -> String {
     format!(
-        "  {} tables over {} symbols, {} bytes ({:.4}% of the archive)",
-        s.tables,
-        s.symbols,
-        s.table_bytes,
-        100.0 * s.table_bytes as f64 / s.file_bytes as f64
+        "  file     ratio {:.4} of raw, index and alignment counted; {} tables over {} symbols, {} bytes",
+        s.ratio, s.tables, s.symbols, s.table_bytes,
     )
 }

@@ -35,8 +35,20 @@ pub struct Progress {
 impl Progress {
     /// Of something named `what`.
     pub fn new(what: &'static str) -> Self {
+        Self::with_template(what, "{msg} {bar:30} {pos}/{len} {eta}")
+    }
+
+    /// Of bytes, with their rate and the time left.
+    pub fn bytes(what: &'static str) -> Self {
+        Self::with_template(
+            what,
+            "{msg} {bar:30} {decimal_bytes}/{decimal_total_bytes} {decimal_bytes_per_sec} {eta} left",
+        )
+    }
+
+    fn with_template(what: &'static str, template: &str) -> Self {
         let bar = ProgressBar::hidden().with_message(what);
-        let style = ProgressStyle::with_template("{msg} {bar:30} {pos}/{len} {eta}");
+        let style = ProgressStyle::with_template(template);
         bar.set_style(style.expect("a template that parses"));
         Self {
             bar,
@@ -53,6 +65,11 @@ impl Progress {
         }
         self.bar.set_length(all as u64);
         self.bar.set_position(done as u64);
+    }
+
+    /// Takes the bar away, for good.
+    pub fn clear(&self) {
+        self.bar.finish_and_clear();
     }
 
     /// Takes the bar away.

@@ -1,4 +1,4 @@
-//! The codec: rANS streams of int4 matrices, coded and decoded on the CPU.
+//! The codecs: rANS and plane3 streams of int4 matrices, coded and decoded on the CPU.
 //!
 //! Geometry is [`gpu::layout`], the step [`gpu::rans`], the bytes are specified in
 //! `docs/format.md`. Decoders come in several [`Arm`]s that give the same bytes and the same
@@ -13,6 +13,7 @@ mod encode;
 pub mod plane3;
 mod reference;
 mod scales;
+mod stream;
 mod table;
 
 #[cfg(target_arch = "x86_64")]
@@ -30,6 +31,7 @@ use gpu::layout::{Blocks, Folds, LANES, Symbol};
 
 pub use encode::{Encoded, encode};
 pub use scales::{ScaleFormat, decode_scales, encode_scales};
+pub use stream::Stream;
 pub use table::{Table, count_symbols, entropy, nibble_counts, quantise};
 
 /// Jobs start at multiples of this in a stream.
@@ -45,16 +47,48 @@ pub enum Codec {
     Raw,
     /// rANS over pairs or triples.
     Rans(Symbol),
+    /// A plane of three bits and a sparse fourth ([`gpu::plane3`]).
+    Plane3,
 }
 
 impl Codec {
+    /// Every codec; their numbers in a file are their places here.
+    pub const ALL: [Codec; 4] = [
+        Codec::Raw,
+        Codec::Rans(Symbol::Pair),
+        Codec::Rans(Symbol::Triple),
+        Codec::Plane3,
+    ];
+
+    /// Its number in a file.
+    pub fn number(self) -> u8 {
+        match self {
+            Codec::Raw => 0,
+            Codec::Rans(Symbol::Pair) => 1,
+            Codec::Rans(Symbol::Triple) => 2,
+            Codec::Plane3 => 3,
+        }
+    }
+
+    /// The codec of a number, if there is one.
+    pub fn from_number(number: u8) -> Option<Self> {
+        Self::ALL.get(usize::from(number)).copied()
+    }
+
     /// For people and JSON.
     pub fn name(self) -> &'static str {
         match self {
             Codec::Raw => "raw",
             Codec::Rans(Symbol::Pair) => "rans-pair",
             Codec::Rans(Symbol::Triple) => "rans-triple",
+            Codec::Plane3 => "plane3",
         }
+    }
+}
+
+impl std::fmt::Display for Codec {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(self.name())
     }
 }
 

@@ -3,7 +3,7 @@
 use super::int4::{self, Activation, Int4};
 use super::{Buf, CpuError, dense, for_each, try_for_each};
 use crate::archive::{ArchiveError, CodedMatrix, LayerRecords, Place, Record};
-use crate::codec::{self, Codec, CodecError, Coded, Table};
+use crate::codec::{self, Codec, CodecError, Stream, Table};
 use crate::expert::{ExpertShape, Form, MatrixKind, RawMatrix};
 use crate::simd::{Arm, Level};
 use gpu::layout::Folds;
@@ -40,7 +40,7 @@ pub struct Experts {
 struct Matrix {
     /// Packed nibbles, or the record that the matrix is coded in.
     bytes: Range<usize>,
-    coded: Option<(CodedMatrix, u16)>,
+    coded: Option<CodedMatrix>,
     scales: Range<usize>,
 }
 
@@ -49,7 +49,7 @@ struct Matrix {
 enum Source<'a> {
     Raw(Int4<'a>),
     /// Coded; scales and kinds are those of the whole matrix, which has no nibbles yet.
-    Coded(Coded<'a>, Int4<'a>),
+    Coded(Stream<'a>, Int4<'a>),
 }
 
 fn check_columns(shape: &ExpertShape) -> Result<(), CpuError> {
@@ -152,13 +152,13 @@ impl Experts {
                 let m = record.matrix(kind);
                 let first = all_scales.len();
                 all_scales.extend(record.scales(kind));
-                let (bytes, coded) = match (m.codec, m.table) {
-                    (Codec::Rans(_), Some(id)) => {
-                        let table = || layer.archive().table(id).clone();
-                        tables.entry(id).or_insert_with(table);
-                        (at.clone(), Some((m.clone(), id)))
-                    }
-                    _ => (at.start + m.stream.start..at.start + m.stream.end, None),
+                if let Some(id) = m.table {
+                    let table = || layer.archive().table(id).clone();
+                    tables.entry(id).or_insert_with(table);
+                }
+                let (bytes, coded) = match m.codec {
+                    Codec::Rans(_) | Codec::Plane3 => (at.clone(), Some(m.clone())),
+                    Codec::Raw => (at.start + m.stream.start..at.start + m.stream.end, None),
                 };
                 Matrix {
                     bytes,
@@ -214,7 +214,7 @@ impl Experts {
                 packed: bytes,
                 ..whole
             })),
-            Some((coded, table)) => match coded.coded(bytes, &self.tables[table]) {
+            Some(coded) => match coded.coded(bytes, coded.table.map(|t| &self.tables[&t])) {
                 Ok(Some(stream)) => Ok(Source::Coded(stream, whole)),
                 Ok(None) => Ok(Source::Raw(Int4 {
                     packed: &bytes[coded.stream.clone()],
@@ -348,7 +348,7 @@ fn decode(
         .iter()
         .map(|(_, _, source)| match source {
             Source::Raw(_) => Vec::new(),
-            Source::Coded(coded, _) => vec![0; coded.blocks().rows * coded.row_bytes()],
+            Source::Coded(coded, _) => vec![0; coded.rows() * coded.row_bytes()],
         })
         .collect();
     let mut jobs = Vec::new();
@@ -357,7 +357,7 @@ fn decode(
             continue;
         };
         let mut rest = &mut scratch[..];
-        for block in 0..coded.blocks().blocks {
+        for block in 0..coded.blocks() {
             let bytes = coded.block_rows(block).len() * coded.row_bytes();
             let (out, others) = rest.split_at_mut(bytes);
             rest = others;
@@ -408,7 +408,7 @@ fn multiply(
                     .step_by(JOB_ROWS)
                     .map(|first| first..rows.min(first + JOB_ROWS))
                     .collect(),
-                Source::Coded(coded, _) => (0..coded.blocks().blocks)
+                Source::Coded(coded, _) => (0..coded.blocks())
                     .map(|block| coded.block_rows(block))
                     .collect(),
             };

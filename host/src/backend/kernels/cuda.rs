@@ -45,6 +45,8 @@ pub struct CudaInfo {
     pub capability: (u32, u32),
     /// L2 cache, bytes.
     pub l2_bytes: u64,
+    /// Shared memory that a block can have, bytes.
+    pub shared_per_block: u32,
     /// Memory, bytes.
     pub memory_bytes: u64,
     /// Target of the PTX that it runs: `sm_80`, `sm_90`.
@@ -174,7 +176,7 @@ impl CudaDevice {
         let get = |which| device_attribute(&name, device, which);
         let limits = DeviceLimits {
             sms: get(DeviceAttribute::MultiprocessorCount)?,
-            shared_per_block: shared_per_block(&name, device)?,
+            shared_per_block: info.shared_per_block,
             shared_per_sm: get(DeviceAttribute::MaxSharedMemoryPerMultiprocessor)?,
             threads_per_sm: get(DeviceAttribute::MaxThreadsPerMultiprocessor)?,
         };
@@ -281,6 +283,7 @@ fn describe(ordinal: u32) -> Result<(CudaInfo, cust::device::Device), DeviceErro
         name: device.name().map_err(fail("cuDeviceGetName"))?,
         capability,
         l2_bytes: get(DeviceAttribute::L2CacheSize)?.into(),
+        shared_per_block: shared_per_block(&anonymous, device)?,
         memory_bytes: device.total_memory().map_err(fail("cuDeviceTotalMem"))? as u64,
         ptx: if capability >= (9, 0) {
             "sm_90"

@@ -624,11 +624,15 @@ impl<D: Device> KernelBackend<D> {
                     }
                 }
                 let class = &mut classes[class_of(kind)];
-                let n_blocks = m.blocks.map_or(0, |b| b.blocks);
+                let n_blocks = m.n_blocks();
                 match (&m.codec, &mut class.coded) {
                     (Codec::Rans(_), Some(coded)) => coded.blocks = coded.blocks.max(n_blocks),
                     (Codec::Rans(_), None) => unreachable!("a checked record's table exists"),
                     (Codec::Raw, _) => class.raw = true,
+                    (Codec::Plane3, _) => {
+                        let codec = m.codec;
+                        return Err(KernelError::Codec { expert, codec });
+                    }
                 }
                 descs.push(MatrixDesc {
                     stream: part(&m.stream, 4),
@@ -637,6 +641,7 @@ impl<D: Device> KernelBackend<D> {
                     codec: match m.codec {
                         Codec::Raw => abi::CODEC_RAW,
                         Codec::Rans(symbol) => abi::rans_codec(symbol),
+                        Codec::Plane3 => u32::from(m.codec.number()),
                     },
                     scale_format: match m.scale_format {
                         ScaleFormat::F32 => abi::SCALES_F32,

@@ -11,6 +11,7 @@ use super::experts::Experts;
 use super::plan;
 use super::table::*;
 use crate::backend::{Attend, Backend, Index, Mla, Router, Rows, RowsMut};
+use crate::codec::Codec;
 
 /// What goes wrong in the kernel back end.
 #[derive(Debug, thiserror::Error)]
@@ -61,6 +62,14 @@ pub enum KernelError {
         device: String,
         /// What is needed.
         source: DoesNotFit,
+    },
+    /// A codec without kernels.
+    #[error("expert {expert} is coded as {codec}, which only the CPU takes; use --device cpu")]
+    Codec {
+        /// Expert.
+        expert: usize,
+        /// Its codec.
+        codec: Codec,
     },
     /// Jobs whose decoder did not end in its start state.
     #[error(
