@@ -310,7 +310,7 @@ fn bad_models() {
         )
         .unwrap();
     });
-    let says = ["experts.safetensors", "expected shape", "convert"];
+    let says = ["experts.safetensors", "for 64 x 192 weights", "convert"];
     refused(&mut generate(dir.path(), &PROMPT), 1, &says);
     let dir = changed("config.json", &|f| {
         let text = fs::read_to_string(f).unwrap();

@@ -269,7 +269,7 @@ fn bad_checkpoints_leave_nothing_behind() {
     );
     bad(
         &|t| t.get_mut(&name).unwrap().0 = Dtype::F16,
-        "expected BF16 or F32, found F16",
+        "expected BF16 or F32, or F8_E4M3 with scales of 128 x 128 blocks, found F16",
     );
     bad(
         &|t| t.get_mut("model.norm.weight").unwrap().0 = Dtype::I16,

@@ -71,11 +71,15 @@ pub struct Case {
 
 /// The oracle of a model and scale kind.
 pub fn oracle(model: &str, scales: ScaleKind) -> Oracle {
-    let kind = match scales {
-        ScaleKind::Row => "row",
-        ScaleKind::G64 => "g64",
-    };
-    let file = data().join("oracles").join(format!("{model}-{kind}.json"));
+    oracle_file(&match scales {
+        ScaleKind::Row => format!("{model}-row"),
+        ScaleKind::G64 => format!("{model}-g64"),
+    })
+}
+
+/// The oracle of this name.
+pub fn oracle_file(name: &str) -> Oracle {
+    let file = data().join("oracles").join(format!("{name}.json"));
     serde_json::from_slice(&std::fs::read(file).unwrap()).unwrap()
 }
 

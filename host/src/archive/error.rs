@@ -191,6 +191,9 @@ pub enum ArchiveError {
         /// Why not, and the remedy.
         what: String,
     },
+    /// A model's raw experts.
+    #[error(transparent)]
+    Model(Box<crate::model::ModelError>),
     /// Raw experts that cannot be packed.
     #[error("{}: {what}", path.display())]
     Source {

@@ -5,9 +5,11 @@ use std::path::PathBuf;
 use clap::Args;
 use serde::Serialize;
 
-use super::ui;
+use super::ui::{self, Progress};
 use crate::backend::cpu::Cpu;
 use crate::backend::kernels::{CudaDevice, DeviceError};
+use crate::interrupt;
+use crate::model::check::{check_all, check_dense};
 use crate::model::{Config, Source, default_directory};
 use crate::simd::Arm;
 use crate::tokenizer::Tokenizer;
@@ -17,6 +19,9 @@ pub struct DoctorArgs {
     /// Model directory to look at [default: the one that `generate` takes]
     #[arg(short, long, value_name = "DIR")]
     model: Option<PathBuf>,
+    /// Read all of the model: every weight finite, every record decoded and compared
+    #[arg(long)]
+    deep: bool,
     /// Print one JSON object
     #[arg(long)]
     json: bool,
@@ -120,7 +125,7 @@ fn memory_free() -> Option<u64> {
 }
 
 impl Findings {
-    fn look(model: Option<PathBuf>) -> Self {
+    fn look(model: Option<PathBuf>, deep: bool) -> Self {
         let mut problems = Vec::new();
         let cpu = look_at_cpu(&mut problems);
         let driver = look_at_driver(&mut problems);
@@ -131,7 +136,7 @@ impl Findings {
         let nvptx_compiler = cuda_builder::Compiler::find()
             .ok()
             .map(|c| format!("{} ({})", c.rustc().display(), c.version()));
-        let model = look_at_model(model, &mut problems);
+        let model = look_at_model(model, deep, &mut problems);
         Self {
             version: env!("CARGO_PKG_VERSION"),
             cpu,
@@ -211,7 +216,11 @@ fn look_at_driver(problems: &mut Vec<Problem>) -> Option<DriverFindings> {
     })
 }
 
-fn look_at_model(given: Option<PathBuf>, problems: &mut Vec<Problem>) -> Option<ModelFindings> {
+fn look_at_model(
+    given: Option<PathBuf>,
+    deep: bool,
+    problems: &mut Vec<Problem>,
+) -> Option<ModelFindings> {
     let Some(directory) = given.or_else(default_directory) else {
         problems.push(Problem {
             what: "no model".into(),
@@ -223,6 +232,13 @@ fn look_at_model(given: Option<PathBuf>, problems: &mut Vec<Problem>) -> Option<
     let look = || -> anyhow::Result<ModelFindings> {
         let config = Config::read(&directory)?;
         let source = Source::open(&directory, &config, None)?;
+        check_dense(&directory, &config)?;
+        if deep {
+            let mut progress = Progress::new("reading the model");
+            let read = check_all(&directory, &config, |done, all| progress.set(done, all));
+            progress.finish();
+            read?;
+        }
         let tokenizer = Tokenizer::read(&directory, &config)?.is_some();
         Ok(ModelFindings {
             layers: config.layers.len(),
@@ -342,7 +358,8 @@ impl std::fmt::Display for Findings {
 }
 
 pub fn run(args: DoctorArgs) -> anyhow::Result<()> {
-    let findings = Findings::look(args.model);
+    interrupt::install();
+    let findings = Findings::look(args.model, args.deep);
     if args.json {
         ui::out(&format!("{}\n", serde_json::to_string(&findings)?))?;
     } else {

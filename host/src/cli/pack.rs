@@ -18,14 +18,16 @@ use crate::archive::{
 use crate::backend::kernels::CudaDevice;
 use crate::expert::ExpertShape;
 use crate::interrupt;
-use crate::model::directory::ARCHIVE_FILE;
+use crate::model::Config;
+use crate::model::directory::{ARCHIVE_FILE, EXPERTS_FILE, RawExperts};
+use crate::model::shards::looks_like_container;
 
 /// Usage profiles that `--hot N` looks for in the model directory.
 const PROFILES: [&str; 2] = ["usage.txt", ".coli_usage"];
 
 #[derive(Args)]
 pub struct PackArgs {
-    /// Model directory with experts.safetensors
+    /// Model directory with experts.safetensors, or a container
     #[arg(short, long, value_name = "DIR")]
     model: PathBuf,
     /// Archive to make [default: DIR/experts.ansx]
@@ -191,7 +193,16 @@ fn hot_set(hot: &str, model: &Path) -> anyhow::Result<HotSet> {
 
 pub fn run(args: PackArgs) -> anyhow::Result<()> {
     interrupt::install();
+    if !args.model.join(EXPERTS_FILE).exists() && looks_like_container(&args.model) {
+        let config = Config::read(&args.model)?;
+        let source = RawExperts::open(&args.model, &config)?;
+        return run_from(args, &source);
+    }
     let source = SafetensorsExperts::open(&args.model)?;
+    run_from(args, &source)
+}
+
+fn run_from(args: PackArgs, source: &impl ExpertSource) -> anyhow::Result<()> {
     let out = args.output.unwrap_or_else(|| args.model.join(ARCHIVE_FILE));
     let hot = match &args.hot {
         Some(hot) => hot_set(hot, &args.model)?,
@@ -237,7 +248,7 @@ pub fn run(args: PackArgs) -> anyhow::Result<()> {
     let experts = source.layers().len() * source.experts();
     let passes = Passes::new(experts as u64 * source.shape().raw_bytes() as u64);
     let s = pack(
-        &source,
+        source,
         &options,
         &out,
         |step| passes.add(step.phase, step.bytes),

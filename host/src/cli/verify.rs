@@ -8,18 +8,18 @@ use serde_json::json;
 
 use super::pack::Count;
 use super::ui;
-use crate::archive::{Archive, SafetensorsExperts, verify};
+use crate::archive::{Archive, verify};
 use crate::model::check_archive;
 use crate::model::config::Config;
-use crate::model::directory::EXPERTS_FILE;
+use crate::model::directory::{EXPERTS_FILE, RawExperts};
 
 #[derive(Args)]
 pub struct VerifyArgs {
     /// Archive
     #[arg(value_name = "FILE")]
     file: PathBuf,
-    /// Model directory to compare with: its experts.safetensors, or the fingerprint in its
-    /// dense.safetensors
+    /// Model directory to compare with: its experts.safetensors or a container's shards, or the
+    /// fingerprint in its dense.safetensors
     #[arg(short, long, value_name = "MODEL_DIR")]
     model: Option<PathBuf>,
     /// Print one JSON object
@@ -33,8 +33,8 @@ pub fn run(args: VerifyArgs) -> anyhow::Result<()> {
     let mut compared = "nothing else";
     let mut experts = None;
     if let Some(dir) = &args.model {
-        if dir.join(EXPERTS_FILE).exists() {
-            experts = Some(SafetensorsExperts::open(dir)?);
+        if RawExperts::are_in(dir) {
+            experts = Some(RawExperts::open(dir, &Config::read(dir)?)?);
             compared = "the model's raw experts";
         } else {
             let stamped = check_archive(&archive, dir, &Config::read(dir)?)?;

@@ -10,7 +10,6 @@ use std::path::{Path, PathBuf};
 
 use rayon::prelude::*;
 use safetensors::tensor::Dtype;
-use serde_json::Value;
 
 use crate::archive::{Digest, expert_digest, fingerprint};
 use crate::expert::{MatrixKind, RawMatrix, ScaleKind};
@@ -20,8 +19,10 @@ use crate::model::directory::{
     DENSE_FILE, EXPERTS_FILE, EXPERTS_KEY, FINGERPRINT_KEY, expert_tensor,
 };
 use crate::model::error::ModelError;
+use crate::model::format::Weight;
 use crate::model::hex;
-use crate::model::tensors::{Entry, Tensor, TensorFile, TensorWriter, f32s, u16s};
+use crate::model::shards::Shards;
+use crate::model::tensors::{Entry, Tensor, TensorWriter};
 use crate::model::weights::inventory;
 
 const FETCH: &str = "fetch the checkpoint again";
@@ -50,137 +51,6 @@ pub struct Summary {
     pub left_out: usize,
 }
 
-/// A checkpoint's shards, opened as a whole.
-struct Checkpoint {
-    shards: Vec<TensorFile>,
-    /// Every tensor with its shard, in shard and data order.
-    names: Vec<(String, usize)>,
-    index: std::collections::HashMap<String, usize>,
-    /// For messages.
-    source: PathBuf,
-}
-
-impl Checkpoint {
-    fn open(dir: &Path) -> Result<Self, ModelError> {
-        let index_path = dir.join("model.safetensors.index.json");
-        let single = dir.join("model.safetensors");
-        let (source, files, listed) = if index_path.is_file() {
-            let bytes = fs::read(&index_path).map_err(|e| ModelError::io(&index_path, e, FETCH))?;
-            let value: Value = serde_json::from_slice(&bytes)
-                .map_err(|e| ModelError::field(&index_path, "file", "JSON", e, FETCH))?;
-            let map = value["weight_map"].as_object().ok_or_else(|| {
-                ModelError::field(
-                    &index_path,
-                    "weight_map",
-                    "an object",
-                    "something else",
-                    FETCH,
-                )
-            })?;
-            let mut files: Vec<&str> = Vec::new();
-            for (name, file) in map {
-                match file.as_str() {
-                    // A shard is beside its index, nowhere else.
-                    Some(f) if Path::new(f).file_name() == Some(f.as_ref()) => files.push(f),
-                    _ => {
-                        return Err(ModelError::field(
-                            &index_path,
-                            format!("weight_map.{name}"),
-                            "a file name",
-                            file,
-                            FETCH,
-                        ));
-                    }
-                }
-            }
-            files.sort_unstable();
-            files.dedup();
-            let files = files.iter().map(|f| dir.join(f)).collect();
-            (
-                index_path,
-                files,
-                Some(map.keys().cloned().collect::<Vec<_>>()),
-            )
-        } else {
-            (single.clone(), vec![single], None)
-        };
-        let remedy = "give a directory with model.safetensors, or its shards and \
-                      model.safetensors.index.json";
-        let shards = files
-            .iter()
-            .map(|f| TensorFile::open(f, remedy))
-            .collect::<Result<Vec<_>, _>>()?;
-        let mut names = Vec::new();
-        let mut index = std::collections::HashMap::new();
-        for (i, shard) in shards.iter().enumerate() {
-            for name in shard.names() {
-                if let Some(before) = index.insert(name.clone(), i) {
-                    return Err(ModelError::field(
-                        shard.path(),
-                        name,
-                        "each tensor once",
-                        format!("it is in {} too", shards[before].path().display()),
-                        FETCH,
-                    ));
-                }
-                names.push((name, i));
-            }
-        }
-        if let Some(missing) = listed
-            .into_iter()
-            .flatten()
-            .find(|n| !index.contains_key(n))
-        {
-            return Err(ModelError::field(
-                &source,
-                missing,
-                "a tensor in the shard that the index names",
-                "none",
-                FETCH,
-            ));
-        }
-        Ok(Self {
-            shards,
-            names,
-            index,
-            source,
-        })
-    }
-
-    fn get(&self, name: &str) -> Option<Tensor<'_>> {
-        self.shards[*self.index.get(name)?].get(name)
-    }
-
-    fn shaped(&self, name: &str, shape: &[usize]) -> Result<Tensor<'_>, ModelError> {
-        let Some(shard) = self.index.get(name) else {
-            return Err(ModelError::field(
-                &self.source,
-                name,
-                format!("a tensor of shape {shape:?}"),
-                "no such tensor",
-                FETCH,
-            ));
-        };
-        let file = &self.shards[*shard];
-        let tensor = file.shaped(name, shape)?;
-        floats(file.path(), name, &tensor)?;
-        Ok(tensor)
-    }
-}
-
-fn floats(path: &Path, name: &str, tensor: &Tensor<'_>) -> Result<(), ModelError> {
-    match tensor.dtype {
-        Dtype::BF16 | Dtype::F32 => Ok(()),
-        other => Err(ModelError::field(
-            path,
-            name,
-            "BF16 or F32",
-            format!("{other:?}"),
-            "take the bf16 or f32 checkpoint",
-        )),
-    }
-}
-
 /// Whether a tensor belongs to the routed experts, and to which layer any tensor belongs.
 fn place(name: &str) -> (Option<usize>, bool) {
     let Some(rest) = name.strip_prefix("model.layers.") else {
@@ -192,45 +62,15 @@ fn place(name: &str) -> (Option<usize>, bool) {
     (layer.parse().ok(), rest.starts_with("mlp.experts."))
 }
 
-/// A matrix of the checkpoint, maybe a slice of a fused tensor.
-struct Weights<'a> {
-    dtype: Dtype,
-    bytes: &'a [u8],
-}
-
-impl Weights<'_> {
-    fn len(&self) -> usize {
-        self.bytes.len() / self.dtype_bytes()
-    }
-
-    fn dtype_bytes(&self) -> usize {
-        if self.dtype == Dtype::F32 { 4 } else { 2 }
-    }
-
-    /// Widens elements `from..from + to.len()`.
-    fn read(&self, from: usize, to: &mut [f32]) {
-        let size = self.dtype_bytes();
-        let bytes = &self.bytes[from * size..(from + to.len()) * size];
-        match self.dtype {
-            Dtype::F32 => to.copy_from_slice(&f32s(bytes)),
-            _ => {
-                for (to, bits) in to.iter_mut().zip(u16s(bytes).iter()) {
-                    *to = gpu::arith::bf16(*bits);
-                }
-            }
-        }
-    }
-}
-
 /// The three matrices of an expert: tensors of their own, or slices of the fused ones
 /// `experts.gate_up_proj` `[experts, 2 * intermediate, hidden]` (gate rows first) and
 /// `experts.down_proj` `[experts, hidden, intermediate]`.
 fn expert_weights<'a>(
-    checkpoint: &'a Checkpoint,
+    checkpoint: &'a Shards,
     config: &Config,
     layer: usize,
     e: usize,
-) -> Result<[Weights<'a>; 3], ModelError> {
+) -> Result<[Weight<'a>; 3], ModelError> {
     let (h, i, n) = (
         config.hidden,
         config.moe_intermediate,
@@ -238,29 +78,28 @@ fn expert_weights<'a>(
     );
     let fused = format!("model.layers.{layer}.mlp.experts.gate_up_proj");
     if checkpoint.get(&fused).is_some() {
-        let gate_up = checkpoint.shaped(&fused, &[n, 2 * i, h])?;
+        let gate_up = checkpoint.weight(&fused, &[n, 2 * i, h])?;
         let name = format!("model.layers.{layer}.mlp.experts.down_proj");
-        let down = checkpoint.shaped(&name, &[n, h, i])?;
-        let part = |t: &Tensor<'a>, parts: usize, at: usize| {
+        let down = checkpoint.weight(&name, &[n, h, i])?;
+        let part = |t: &Weight<'a>, parts: usize, at: usize, rows: usize, cols: usize| {
             let len = t.bytes.len() / parts;
-            Weights {
-                dtype: t.dtype,
+            Weight {
+                format: t.format,
+                rows,
+                cols,
                 bytes: &t.bytes[at * len..(at + 1) * len],
+                scales: [][..].into(), // three dimensions are floats
             }
         };
         return Ok([
-            part(&gate_up, 2 * n, 2 * e),
-            part(&gate_up, 2 * n, 2 * e + 1),
-            part(&down, n, e),
+            part(&gate_up, 2 * n, 2 * e, i, h),
+            part(&gate_up, 2 * n, 2 * e + 1, i, h),
+            part(&down, n, e, h, i),
         ]);
     }
-    let one = |kind: MatrixKind| -> Result<Weights<'a>, ModelError> {
+    let one = |kind: MatrixKind| -> Result<Weight<'a>, ModelError> {
         let (rows, cols) = config.expert_shape(ScaleKind::Row).dims(kind);
-        let t = checkpoint.shaped(&expert_tensor(layer, e, kind), &[rows, cols])?;
-        Ok(Weights {
-            dtype: t.dtype,
-            bytes: t.bytes,
-        })
+        checkpoint.weight(&expert_tensor(layer, e, kind), &[rows, cols])
     };
     Ok([
         one(MatrixKind::Gate)?,
@@ -272,9 +111,9 @@ fn expert_weights<'a>(
 /// A quantised matrix: packed nibbles and scales; or the index of a weight that is not finite.
 type Quantised = Result<(Vec<u8>, Vec<f32>), usize>;
 
-fn quantise(w: &Weights<'_>, cols: usize, scales: ScaleKind) -> Quantised {
+fn quantise(w: &Weight<'_>, scales: ScaleKind) -> Quantised {
     let span = match scales {
-        ScaleKind::Row => cols,
+        ScaleKind::Row => w.cols,
         ScaleKind::G64 => gpu::arith::GROUP,
     };
     let n = w.len();
@@ -282,7 +121,7 @@ fn quantise(w: &Weights<'_>, cols: usize, scales: ScaleKind) -> Quantised {
     let mut out = Vec::with_capacity(n / span);
     let mut values = vec![0.0; span];
     for at in (0..n).step_by(span) {
-        w.read(at, &mut values);
+        w.widen(at, &mut values);
         if let Some(bad) = values.iter().position(|w| !w.is_finite()) {
             return Err(at + bad);
         }
@@ -415,11 +254,11 @@ pub fn convert(
         ));
     }
     let config = Config::read(from)?;
-    let checkpoint = Checkpoint::open(from)?;
+    let checkpoint = Shards::checkpoint(from)?;
     let sparse: Vec<usize> = config.sparse_layers().collect();
     // All shapes before the first byte is written.
     for (name, shape) in inventory(&config) {
-        checkpoint.shaped(&name, &shape)?;
+        checkpoint.weight(&name, &shape)?;
     }
     for layer in &sparse {
         for e in 0..config.router.experts {
@@ -464,21 +303,20 @@ pub fn convert(
 }
 
 fn write_dense(
-    checkpoint: &Checkpoint,
+    checkpoint: &Shards,
     config: &Config,
     metadata: &[(&str, &str)],
     dir: &Path,
     summary: &mut Summary,
 ) -> Result<(), ModelError> {
     let mut kept: Vec<(&str, Tensor<'_>)> = Vec::new();
-    for (name, shard) in &checkpoint.names {
+    for name in checkpoint.names() {
         match place(name) {
             (Some(layer), _) if layer >= config.layers.len() => summary.left_out += 1,
             (_, true) => (),
             _ => {
-                let file = &checkpoint.shards[*shard];
-                let tensor = file.get(name).expect("a name of the file's own");
-                floats(file.path(), name, &tensor)?;
+                let tensor = checkpoint.get(name).expect("a name of its own");
+                checkpoint.weight(name, tensor.shape)?;
                 kept.push((name, tensor));
             }
         }
@@ -507,7 +345,7 @@ fn write_dense(
 }
 
 fn write_experts(
-    checkpoint: &Checkpoint,
+    checkpoint: &Shards,
     config: &Config,
     scales: ScaleKind,
     dir: &Path,
@@ -553,8 +391,7 @@ fn write_experts(
                 .par_iter()
                 .map(|e| {
                     let weights = expert_weights(checkpoint, config, layer, *e)?;
-                    Ok(MatrixKind::ALL
-                        .map(|kind| quantise(&weights[kind as usize], shape.dims(kind).1, scales)))
+                    Ok(weights.map(|w| quantise(&w, scales)))
                 })
                 .collect::<Result<_, ModelError>>()?;
             for (e, matrices) in ids.iter().zip(quantised) {
@@ -562,7 +399,7 @@ fn write_experts(
                 for (kind, matrix) in MatrixKind::ALL.into_iter().zip(matrices) {
                     let (packed, scales) = matrix.map_err(|at| {
                         ModelError::field(
-                            &checkpoint.source,
+                            checkpoint.source(),
                             format!("{}[{at}]", expert_tensor(layer, *e, kind)),
                             "a finite weight",
                             "infinity or NaN",

@@ -128,13 +128,15 @@ impl Config {
                 return Err(o.unsupported(flag, "false", "true"));
             }
         }
-        if let Some(q) = o.get("quantization_config") {
+        if let Some(q) = o.get("quantization_config")
+            && !fp8_blocks(q)
+        {
             return Err(ModelError::field(
                 &o.file,
                 "quantization_config",
-                "a bf16 or f32 checkpoint",
+                "none, or fp8 (e4m3) in blocks of 128 x 128",
                 short(q),
-                "take the unquantised checkpoint",
+                "take the bf16 or the fp8 checkpoint",
             ));
         }
         if o.size_or("moe_layer_freq", 1)? != 1 {
@@ -243,6 +245,14 @@ impl Config {
         }
         Ok(config)
     }
+}
+
+/// Whether this is the quantisation of fp8 checkpoints; the tensors say where it was used.
+fn fp8_blocks(q: &Value) -> bool {
+    let is = |field: &str, want: Value| q[field].is_null() || q[field] == want;
+    q["quant_method"] == "fp8"
+        && is("fmt", "e4m3".into())
+        && is("weight_block_size", vec![128, 128].into())
 }
 
 fn rope_theta(o: &Object) -> Result<f64, ModelError> {
@@ -582,8 +592,14 @@ mod tests {
         refused("n_group", 3.into());
         refused(
             "quantization_config",
-            serde_json::json!({"quant_method": "fp8"}),
+            serde_json::json!({"quant_method": "awq"}),
         );
+        refused(
+            "quantization_config",
+            serde_json::json!({"quant_method": "fp8", "weight_block_size": [1, 128]}),
+        );
+        let fp8 = serde_json::json!({"quant_method": "fp8", "weight_block_size": [128, 128]});
+        parse(|m| drop(m.insert("quantization_config".into(), fp8.clone()))).unwrap();
         refused(
             "rope_parameters",
             serde_json::json!({"rope_type": "yarn", "rope_theta": 1e4}),

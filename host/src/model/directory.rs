@@ -1,12 +1,15 @@
-//! A model directory: `config.json`, `dense.safetensors`, `experts.safetensors`, `experts.ansx`.
+//! A model directory: `config.json`, `dense.safetensors`, `experts.safetensors`, `experts.ansx`;
+//! or a container, whose shards stand for the first two and the raw experts.
 
+use std::borrow::Cow;
 use std::path::{Path, PathBuf};
-
-use safetensors::tensor::Dtype;
 
 use super::config::Config;
 use super::error::ModelError;
-use super::tensors::{TensorFile, f32s, u16s};
+use super::format::{Format, Weight};
+use super::shards::{Shards, looks_like_container};
+use super::tensors::u16s;
+use crate::archive::{ArchiveError, ExpertSource};
 use crate::expert::{ExpertShape, MatrixKind, RawMatrix, ScaleKind};
 
 /// Key of the experts' number format in `experts.safetensors` and `dense.safetensors`.
@@ -52,61 +55,77 @@ impl ScaleKind {
 
 /// The dense tensors, read as bf16.
 pub struct Dense {
-    file: TensorFile,
-    /// Tensors that were f32 with more precision than bf16 has.
+    shards: Shards,
+    /// Tensors that bf16 does not hold exactly.
     rounded: std::cell::Cell<usize>,
 }
 
 impl Dense {
-    /// Opens `dense.safetensors` in `dir`.
+    /// Opens `dense.safetensors` in `dir`, or the shards of a container.
     pub fn open(dir: &Path) -> Result<Self, ModelError> {
+        let shards = if looks_like_container(dir) {
+            Shards::container(dir)?
+        } else {
+            Shards::one(&dir.join(DENSE_FILE), CONVERT)?
+        };
         Ok(Self {
-            file: TensorFile::open(&dir.join(DENSE_FILE), CONVERT)?,
+            shards,
             rounded: 0.into(),
         })
     }
 
-    /// How many tensors lost bits on the way from f32 to bf16.
+    /// How many tensors were rounded to bf16: f32 with more precision, quantised ones.
     pub fn rounded(&self) -> usize {
         self.rounded.get()
     }
 
-    /// Checks that a bf16 or f32 tensor of this shape is there.
-    pub fn check(&self, name: &str, shape: &[usize]) -> Result<(), ModelError> {
-        self.weight(name, shape).map(drop)
+    /// Checks that a tensor of this shape is there, in a format that is read, its scales finite.
+    pub fn check(&self, name: &str, shape: &[usize]) -> Result<Format, ModelError> {
+        self.weight(name, shape).map(|w| w.format)
     }
 
-    fn weight(
-        &self,
-        name: &str,
-        shape: &[usize],
-    ) -> Result<super::tensors::Tensor<'_>, ModelError> {
-        let tensor = self.file.shaped(name, shape)?;
-        match tensor.dtype {
-            Dtype::BF16 | Dtype::F32 => Ok(tensor),
-            other => Err(ModelError::field(
-                self.file.path(),
-                name,
-                "BF16 or F32",
-                format!("{other:?}"),
-                "convert a bf16 or f32 checkpoint",
-            )),
+    fn weight(&self, name: &str, shape: &[usize]) -> Result<Weight<'_>, ModelError> {
+        let weight = self.shards.weight(name, shape)?;
+        self.shards.check_scales(name, &weight, true)?;
+        Ok(weight)
+    }
+
+    /// Refuses a tensor with a weight that is not finite.
+    pub fn check_finite(&self, name: &str, shape: &[usize]) -> Result<(), ModelError> {
+        let weight = self.weight(name, shape)?;
+        let mut row = vec![0.0; weight.cols];
+        for r in 0..weight.rows {
+            weight.widen(r * weight.cols, &mut row);
+            if let Some(c) = row.iter().position(|w| !w.is_finite()) {
+                return Err(self.shards.wrong(
+                    &format!("{name}[{}]", r * weight.cols + c),
+                    "a finite weight",
+                    row[c],
+                ));
+            }
         }
+        Ok(())
     }
 
-    /// Appends a tensor's bf16 bits to `to`; f32 is rounded to nearest, ties to even.
+    /// Appends a tensor's bf16 bits to `to`; anything else is widened to f32 and rounded to
+    /// nearest, ties to even.
     pub fn bf16(&self, name: &str, shape: &[usize], to: &mut Vec<u16>) -> Result<(), ModelError> {
-        let tensor = self.weight(name, shape)?;
-        if tensor.dtype == Dtype::BF16 {
-            to.extend_from_slice(&u16s(tensor.bytes));
+        let weight = self.weight(name, shape)?;
+        if weight.format == Format::Bf16 {
+            to.extend_from_slice(&u16s(weight.bytes));
             return Ok(());
         }
         let mut exact = true;
-        to.extend(f32s(tensor.bytes).iter().map(|x| {
-            let b = half::bf16::from_f32(*x);
-            exact &= b.to_f32().to_bits() == x.to_bits();
-            b.to_bits()
-        }));
+        let mut row = vec![0.0; weight.cols];
+        to.reserve(weight.len());
+        for r in 0..weight.rows {
+            weight.widen(r * weight.cols, &mut row);
+            to.extend(row.iter().map(|x| {
+                let b = half::bf16::from_f32(*x);
+                exact &= b.to_f32().to_bits() == x.to_bits();
+                b.to_bits()
+            }));
+        }
         if !exact {
             self.rounded.set(self.rounded.get() + 1);
         }
@@ -115,62 +134,83 @@ impl Dense {
 
     /// A tensor as f32.
     pub fn f32(&self, name: &str, shape: &[usize]) -> Result<Vec<f32>, ModelError> {
-        let tensor = self.weight(name, shape)?;
-        Ok(match tensor.dtype {
-            Dtype::BF16 => u16s(tensor.bytes)
-                .iter()
-                .map(|b| gpu::arith::bf16(*b))
-                .collect(),
-            _ => f32s(tensor.bytes).into_owned(),
-        })
+        let weight = self.weight(name, shape)?;
+        let mut out = vec![0.0; weight.len()];
+        weight.widen(0, &mut out);
+        Ok(out)
     }
 
     /// Metadata that `host convert` wrote.
     pub fn metadata(&self, key: &str) -> Option<&str> {
-        self.file.metadata()?.get(key).map(String::as_str)
+        let mut files = self.shards.files().iter();
+        files.find_map(|f| f.metadata().get(key).map(String::as_str))
     }
 
-    /// The file.
+    /// The file, or the container's directory.
     pub fn path(&self) -> &Path {
-        self.file.path()
+        self.shards.source()
     }
 }
 
 /// Raw int4 experts of a model directory.
 pub struct RawExperts {
-    file: TensorFile,
+    shards: Shards,
     shape: ExpertShape,
+    layers: Vec<u32>,
     experts: usize,
 }
 
 impl RawExperts {
-    /// Opens `experts.safetensors` in `dir` and checks every tensor's type and length.
+    /// Opens the raw experts in `dir`, `experts.safetensors` or a container's shards, and checks
+    /// that every matrix is there in a format that is read.
     pub fn open(dir: &Path, config: &Config) -> Result<Self, ModelError> {
         let path: PathBuf = dir.join(EXPERTS_FILE);
-        let file = TensorFile::open(&path, CONVERT)?;
-        let stamp = file.metadata().and_then(|m| m.get(EXPERTS_KEY));
-        let scales = stamp.and_then(|s| ScaleKind::from_name(s)).ok_or_else(|| {
-            ModelError::field(
-                &path,
-                EXPERTS_KEY,
-                "int4-row or int4-g64",
-                stamp.map_or("nothing", String::as_str),
-                CONVERT,
-            )
-        })?;
-        let this = Self {
-            file,
-            shape: config.expert_shape(scales),
+        let container = !path.exists() && looks_like_container(dir);
+        let shards = if container {
+            Shards::container(dir)?
+        } else {
+            Shards::one(&path, CONVERT)?
+        };
+        let mut this = Self {
+            shards,
+            shape: config.expert_shape(ScaleKind::Row),
+            layers: config.sparse_layers().map(|l| l as u32).collect(),
             experts: config.router.experts,
         };
+        let mut formats = Vec::new();
         for layer in config.sparse_layers() {
             for e in 0..this.experts {
                 for kind in MatrixKind::ALL {
-                    this.tensors(layer, e, kind)?;
+                    let format = this.weight(layer, e, kind)?.format;
+                    formats.push((format, this.shape.dims(kind).1));
                 }
             }
         }
+        // Row scales are group scales that are all the same; not so the other way round.
+        let row = |(format, cols): &(Format, usize)| matches!(format, Format::Int4 { group } if group >= cols);
+        if !formats.iter().all(row) {
+            this.shape.scales = ScaleKind::G64;
+        }
+        if !container {
+            let files = this.shards.files();
+            let stamp = files[0].metadata().get(EXPERTS_KEY).map(String::as_str);
+            let found = this.shape.scales;
+            if stamp.and_then(ScaleKind::from_name) != Some(found) {
+                return Err(ModelError::field(
+                    &path,
+                    EXPERTS_KEY,
+                    format!("{}, as the tensors are", found.name()),
+                    stamp.unwrap_or("nothing"),
+                    CONVERT,
+                ));
+            }
+        }
         Ok(this)
+    }
+
+    /// Whether there are raw experts in `dir`.
+    pub fn are_in(dir: &Path) -> bool {
+        dir.join(EXPERTS_FILE).exists() || looks_like_container(dir)
     }
 
     /// Geometry of the experts.
@@ -178,41 +218,25 @@ impl RawExperts {
         self.shape
     }
 
-    /// The file.
+    /// The file, or the container's directory.
     pub fn path(&self) -> &Path {
-        self.file.path()
+        self.shards.source()
     }
 
-    fn tensors(
-        &self,
-        layer: usize,
-        e: usize,
-        kind: MatrixKind,
-    ) -> Result<(&[u8], &[u8]), ModelError> {
+    fn weight(&self, layer: usize, e: usize, kind: MatrixKind) -> Result<Weight<'_>, ModelError> {
         let (rows, cols) = self.shape.dims(kind);
         let name = expert_tensor(layer, e, kind);
-        let typed = |name: &str, len: usize, dtype: Dtype| {
-            let t = self.file.shaped(name, &[len])?;
-            if t.dtype == dtype {
-                Ok(t.bytes)
-            } else {
-                Err(ModelError::field(
-                    self.file.path(),
-                    name,
-                    format!("{dtype:?}"),
-                    format!("{:?}", t.dtype),
-                    CONVERT,
-                ))
-            }
-        };
-        Ok((
-            typed(&name, rows * cols / 2, Dtype::U8)?,
-            typed(
-                &format!("{name}.qs"),
-                self.shape.scales.count(rows, cols),
-                Dtype::F32,
-            )?,
-        ))
+        let weight = self.shards.weight(&name, &[rows, cols])?;
+        match weight.format {
+            Format::Int4 { group } if group >= cols || group % gpu::arith::GROUP == 0 => Ok(weight),
+            other => Err(ModelError::field(
+                self.shards.path_of(&name),
+                &name,
+                "int4-row or int4-grouped by a multiple of 64 columns",
+                other.name(cols),
+                "experts of this format are not supported: convert a bf16 or fp8 checkpoint",
+            )),
+        }
     }
 
     /// One matrix; its scales are checked to be finite and not negative.
@@ -222,37 +246,61 @@ impl RawExperts {
         e: usize,
         kind: MatrixKind,
     ) -> Result<RawMatrix<'_>, ModelError> {
-        let (packed, scales) = self.tensors(layer, e, kind)?;
-        let scales = f32s(scales);
-        if let Some((i, s)) = scales
-            .iter()
-            .enumerate()
-            .find(|(_, s)| !s.is_finite() || s.is_sign_negative())
-        {
-            return Err(ModelError::field(
-                self.file.path(),
-                format!("{}.qs[{i}]", expert_tensor(layer, e, kind)),
-                "a finite scale, not negative",
-                s,
-                CONVERT,
-            ));
-        }
+        let weight = self.weight(layer, e, kind)?;
+        let name = expert_tensor(layer, e, kind);
+        self.shards.check_scales(&name, &weight, false)?;
+        let want = self.shape.scales.count(weight.rows, weight.cols);
+        let scales = if weight.scales.len() == want {
+            weight.scales
+        } else {
+            // A scale of more columns than 64 stands for each 64 of them.
+            let per_row = want / weight.rows;
+            let group = match weight.format {
+                Format::Int4 { group } => group.min(weight.cols),
+                _ => weight.cols,
+            };
+            let had = weight.cols.div_ceil(group);
+            let spread = (0..weight.rows).flat_map(|r| {
+                let row = &weight.scales[r * had..(r + 1) * had];
+                (0..per_row).map(move |i| row[i * gpu::arith::GROUP / group])
+            });
+            Cow::Owned(spread.collect())
+        };
         Ok(RawMatrix {
-            packed: packed.into(),
+            packed: weight.bytes.into(),
             scales,
         })
     }
 
+    fn all(&self, layer: usize, e: usize) -> Result<[RawMatrix<'_>; 3], ModelError> {
+        Ok([
+            self.matrix(layer, e, MatrixKind::Gate)?,
+            self.matrix(layer, e, MatrixKind::Up)?,
+            self.matrix(layer, e, MatrixKind::Down)?,
+        ])
+    }
+
     /// All experts of a layer.
     pub fn layer(&self, layer: usize) -> Result<Vec<[RawMatrix<'_>; 3]>, ModelError> {
-        (0..self.experts)
-            .map(|e| {
-                Ok([
-                    self.matrix(layer, e, MatrixKind::Gate)?,
-                    self.matrix(layer, e, MatrixKind::Up)?,
-                    self.matrix(layer, e, MatrixKind::Down)?,
-                ])
-            })
-            .collect()
+        (0..self.experts).map(|e| self.all(layer, e)).collect()
+    }
+}
+
+impl ExpertSource for RawExperts {
+    fn shape(&self) -> &ExpertShape {
+        &self.shape
+    }
+
+    fn layers(&self) -> &[u32] {
+        &self.layers
+    }
+
+    fn experts(&self) -> usize {
+        self.experts
+    }
+
+    fn expert(&self, layer: u32, expert: usize) -> Result<[RawMatrix<'_>; 3], ArchiveError> {
+        self.all(layer as usize, expert)
+            .map_err(|e| ArchiveError::Model(Box::new(e)))
     }
 }

@@ -1,9 +1,12 @@
 //! Models of the `glm_moe_dsa` architecture: files and forward pass.
 
+pub mod check;
 pub mod config;
 pub mod directory;
 pub mod error;
+pub mod format;
 mod forward;
+pub mod shards;
 pub mod tensors;
 pub(crate) mod weights;
 

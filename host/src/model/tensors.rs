@@ -3,14 +3,22 @@
 use std::collections::HashMap;
 use std::fs::File;
 use std::io::{self, BufWriter, Write};
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use memmap2::Mmap;
-use safetensors::SafeTensors;
-use safetensors::tensor::{Dtype, Metadata, TensorInfo};
+use safetensors::tensor::Dtype;
+use serde::de::{MapAccess, Visitor};
+use serde::{Deserialize, Deserializer};
 use serde_json::{Map, Value, json};
 
 use super::error::ModelError;
+
+/// The longest header that is read, as in the `safetensors` library.
+const MAX_HEADER: u64 = 100_000_000;
+
+const DAMAGED: &str = "the file is damaged or cut short: fetch or convert it again";
+const FOREIGN: &str = "the file does not belong to this config.json: convert the checkpoint again";
 
 /// A mapped safetensors file whose header has been checked against its length.
 pub struct TensorFile {
@@ -18,7 +26,18 @@ pub struct TensorFile {
     map: Mmap,
     /// First byte of tensor data.
     data: usize,
-    header: Metadata,
+    metadata: HashMap<String, String>,
+    /// In the order of their data.
+    tensors: Vec<Info>,
+    index: HashMap<String, usize>,
+}
+
+struct Info {
+    name: String,
+    dtype: Dtype,
+    shape: Vec<usize>,
+    /// Within the data.
+    range: Range<usize>,
 }
 
 /// One tensor of a [`TensorFile`].
@@ -32,6 +51,49 @@ pub struct Tensor<'a> {
     pub bytes: &'a [u8],
 }
 
+/// A header as its text has it: a tensor named twice is there twice.
+struct Header {
+    metadata: HashMap<String, String>,
+    tensors: Vec<(String, Value)>,
+}
+
+impl<'de> Deserialize<'de> for Header {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Entries;
+        impl<'de> Visitor<'de> for Entries {
+            type Value = Header;
+
+            fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+                f.write_str("an object of tensors")
+            }
+
+            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Header, A::Error> {
+                let mut header = Header {
+                    metadata: HashMap::new(),
+                    tensors: Vec::new(),
+                };
+                while let Some(name) = map.next_key::<String>()? {
+                    if name == "__metadata__" {
+                        header.metadata = map.next_value::<Option<_>>()?.unwrap_or_default();
+                    } else {
+                        header.tensors.push((name, map.next_value()?));
+                    }
+                }
+                Ok(header)
+            }
+        }
+        deserializer.deserialize_map(Entries)
+    }
+}
+
+/// A tensor's entry in a header.
+#[derive(Deserialize)]
+struct RawInfo {
+    dtype: String,
+    shape: Vec<usize>,
+    data_offsets: [usize; 2],
+}
+
 impl TensorFile {
     /// Maps `path`; `remedy` is for a missing file.
     pub fn open(path: &Path, remedy: &str) -> Result<Self, ModelError> {
@@ -40,19 +102,51 @@ impl TensorFile {
         // model files, another process that truncates the file meanwhile ends this one with
         // SIGBUS; `host`'s own writers replace files by rename and never truncate.
         let map = unsafe { Mmap::map(&file) }.map_err(|e| ModelError::io(path, e, remedy))?;
-        let (n, header) = SafeTensors::read_metadata(&map).map_err(|e| {
-            ModelError::field(
+        let (data, header) = read_header(path, &map)?;
+        let mut tensors = Vec::with_capacity(header.tensors.len());
+        let mut index = HashMap::with_capacity(header.tensors.len());
+        for (name, entry) in header.tensors {
+            if index.insert(name.clone(), 0).is_some() {
+                return Err(ModelError::field(
+                    path,
+                    name,
+                    "each tensor once",
+                    "two of that name",
+                    DAMAGED,
+                ));
+            }
+            tensors.push(read_info(path, name, entry)?);
+        }
+        tensors.sort_by_key(|t| (t.range.start, t.range.end));
+        let mut end = 0;
+        for (i, t) in tensors.iter().enumerate() {
+            if t.range.start != end {
+                return Err(ModelError::field(
+                    path,
+                    &t.name,
+                    format!("data from byte {end} on, where the tensor before it ends"),
+                    t.range.start,
+                    DAMAGED,
+                ));
+            }
+            end = t.range.end;
+            index.insert(t.name.clone(), i);
+        }
+        if end != map.len() - data {
+            return Err(ModelError::field(
                 path,
                 "header",
-                "a whole safetensors file",
-                format!("{e} ({} bytes)", map.len()),
-                "the file is damaged or cut short: fetch or convert it again",
-            )
-        })?;
+                format!("a whole safetensors file, of {} bytes", data + end),
+                format!("{} bytes", map.len()),
+                DAMAGED,
+            ));
+        }
         Ok(Self {
             path: path.into(),
-            data: n + 8,
-            header,
+            data,
+            metadata: header.metadata,
+            tensors,
+            index,
             map,
         })
     }
@@ -62,28 +156,29 @@ impl TensorFile {
         &self.path
     }
 
+    /// Its length in bytes.
+    pub fn bytes(&self) -> u64 {
+        self.map.len() as u64
+    }
+
     /// The `__metadata__` entries.
-    pub fn metadata(&self) -> Option<&HashMap<String, String>> {
-        self.header.metadata().as_ref()
+    pub fn metadata(&self) -> &HashMap<String, String> {
+        &self.metadata
     }
 
     /// Names in the order of their data.
-    pub fn names(&self) -> Vec<String> {
-        self.header.offset_keys()
-    }
-
-    fn tensor_of<'a>(&'a self, info: &'a TensorInfo) -> Tensor<'a> {
-        let (from, to) = info.data_offsets;
-        Tensor {
-            dtype: info.dtype,
-            shape: &info.shape,
-            bytes: &self.map[self.data + from..self.data + to],
-        }
+    pub fn names(&self) -> impl Iterator<Item = &str> {
+        self.tensors.iter().map(|t| t.name.as_str())
     }
 
     /// The tensor, if there.
     pub fn get(&self, name: &str) -> Option<Tensor<'_>> {
-        self.header.info(name).map(|info| self.tensor_of(info))
+        let info = &self.tensors[*self.index.get(name)?];
+        Some(Tensor {
+            dtype: info.dtype,
+            shape: &info.shape,
+            bytes: &self.map[self.data..][info.range.clone()],
+        })
     }
 
     /// The tensor, which must have this shape.
@@ -94,7 +189,7 @@ impl TensorFile {
                 name,
                 format!("a tensor of shape {shape:?}"),
                 "no such tensor",
-                "the file does not belong to this config.json: convert the checkpoint again",
+                FOREIGN,
             )
         })?;
         if tensor.shape != shape {
@@ -103,11 +198,68 @@ impl TensorFile {
                 name,
                 format!("shape {shape:?}"),
                 format!("{:?}", tensor.shape),
-                "the file does not belong to this config.json: convert the checkpoint again",
+                FOREIGN,
             ));
         }
         Ok(tensor)
     }
+}
+
+/// The header and where data starts. Nothing is allocated before the length that the file gives is
+/// known to be within the file.
+fn read_header(path: &Path, bytes: &[u8]) -> Result<(usize, Header), ModelError> {
+    let wrong =
+        |expected: &str, found: String| ModelError::field(path, "header", expected, found, DAMAGED);
+    let whole = "a whole safetensors file";
+    let Some((n, rest)) = bytes.split_first_chunk::<8>() else {
+        return Err(wrong(whole, format!("{} bytes", bytes.len())));
+    };
+    let n = u64::from_le_bytes(*n);
+    if n > MAX_HEADER || n as usize > rest.len() {
+        let found = format!("a header of {n} bytes in a file of {}", bytes.len());
+        return Err(wrong(whole, found));
+    }
+    let header = serde_json::from_slice(&rest[..n as usize])
+        .map_err(|e| wrong("the JSON of a safetensors file", e.to_string()))?;
+    Ok((8 + n as usize, header))
+}
+
+fn read_info(path: &Path, name: String, entry: Value) -> Result<Info, ModelError> {
+    let wrong = |expected: String, found: String| {
+        Err(ModelError::field(path, &name, expected, found, DAMAGED))
+    };
+    let RawInfo {
+        dtype,
+        shape,
+        data_offsets: [from, to],
+    } = match serde_json::from_value(entry) {
+        Ok(info) => info,
+        Err(e) => return wrong("dtype, shape and data_offsets".into(), e.to_string()),
+    };
+    let Ok(dtype) = serde_json::from_value::<Dtype>(Value::String(dtype.clone())) else {
+        return wrong("a type that safetensors files have".into(), dtype);
+    };
+    let bits = shape
+        .iter()
+        .try_fold(dtype.bitsize(), |n, d| n.checked_mul(*d));
+    let Some(bits) = bits.filter(|n| n.is_multiple_of(8)) else {
+        return wrong(
+            "a shape of whole bytes".into(),
+            format!("{dtype:?} {shape:?}"),
+        );
+    };
+    if to.checked_sub(from) != Some(bits / 8) {
+        return wrong(
+            format!("{} bytes, for {dtype:?} {shape:?}", bits / 8),
+            format!("data from {from} to {to}"),
+        );
+    }
+    Ok(Info {
+        name,
+        dtype,
+        shape,
+        range: from..to,
+    })
 }
 
 /// What a tensor of a file to be written will be.

@@ -2,19 +2,20 @@
 
 use std::path::Path;
 
-use super::config::{Config, LayerKind};
 use rayon::prelude::*;
 
+use super::check::check_dense;
+use super::config::{Config, LayerKind};
 use super::directory::{ARCHIVE_FILE, Dense, EXPERTS_FILE, FINGERPRINT_KEY, RawExperts};
 use super::error::ModelError;
-use crate::archive::{Archive, LayerRecords, Record};
+use crate::archive::{Archive, ExpertSource, LayerRecords, Record, expert_digest};
 use crate::backend::{LayerExperts, LoadExperts};
 use crate::expert::{ExpertShape, Form, Tier};
 use crate::interrupt;
 
 /// Where routed experts come from.
 pub enum Source {
-    /// `experts.safetensors`; tier raw.
+    /// `experts.safetensors` or a container's shards; tier raw.
     Raw(RawExperts),
     /// An archive, decoded while loading; tier raw.
     Decoded(Archive),
@@ -29,23 +30,23 @@ impl Source {
     /// there is an archive.
     pub fn open(dir: &Path, config: &Config, tier: Option<Tier>) -> Result<Self, ModelError> {
         let archive = dir.join(ARCHIVE_FILE);
-        let raw = dir.join(EXPERTS_FILE);
+        let raw = RawExperts::are_in(dir);
         let tier = tier.unwrap_or(if archive.exists() {
             Tier::Ans
         } else {
             Tier::Raw
         });
-        if tier == Tier::Raw && raw.exists() {
+        if tier == Tier::Raw && raw {
             return Ok(Self::Raw(RawExperts::open(dir, config)?));
         }
         if !archive.exists() {
             let missing = std::io::Error::new(std::io::ErrorKind::NotFound, "no such file");
-            return Err(if raw.exists() {
+            return Err(if raw {
                 ModelError::io(&archive, missing, "make it with `host pack -m DIR`")
             } else {
                 let remedy = "a model directory has experts.safetensors (`host convert`) or \
                               experts.ansx (`host pack`)";
-                ModelError::io(&raw, missing, remedy)
+                ModelError::io(&dir.join(EXPERTS_FILE), missing, remedy)
             });
         }
         let archive = Archive::open(&archive)?;
@@ -109,8 +110,8 @@ fn records(archive: &Archive, l: usize) -> Result<(LayerRecords<'_>, Vec<Record<
     Ok((layer, records))
 }
 
-/// Refuses an archive whose experts are not this model's. Whether the model has a fingerprint that
-/// says so to the bit.
+/// Refuses an archive whose experts are not this model's. Whether that is known to the bit: by the
+/// model's fingerprint, or where it has none by the raw experts of its first and its last layer.
 pub fn check_archive(archive: &Archive, dir: &Path, config: &Config) -> Result<bool, ModelError> {
     let wrong = |field: &str, expected: String, found: String| {
         Err(ModelError::field(
@@ -138,9 +139,26 @@ pub fn check_archive(archive: &Archive, dir: &Path, config: &Config) -> Result<b
     let dense = Dense::open(dir)?;
     let found = hex(archive.fingerprint());
     match dense.metadata(FINGERPRINT_KEY) {
-        Some(want) if want != found => wrong("fingerprint", want.into(), found),
-        stamp => Ok(stamp.is_some()),
+        Some(want) if want != found => return wrong("fingerprint", want.into(), found),
+        Some(_) => return Ok(true),
+        None if !RawExperts::are_in(dir) => return Ok(false),
+        None => (),
     }
+    let raw = RawExperts::open(dir, config)?;
+    if raw.shape() != *shape {
+        return wrong("expert shape", raw.shape().to_string(), shape.to_string());
+    }
+    for layer in [layers.first(), layers.last()].into_iter().flatten() {
+        let (want, found) = (
+            expert_digest(&raw.expert(*layer, 0)?),
+            archive.raw_digest(*layer, 0)?,
+        );
+        if want != found {
+            let field = format!("digest of layer {layer}, expert 0");
+            return wrong(&field, hex(&want), hex(&found));
+        }
+    }
+    Ok(true)
 }
 
 /// Lower-case hexadecimal digits.
@@ -448,10 +466,7 @@ impl<B: LoadExperts> Model<B> {
         form: Form,
         mut progress: impl FnMut(usize),
     ) -> Result<Self, ModelError> {
-        let dense = Dense::open(dir)?;
-        for (name, shape) in inventory(&config) {
-            dense.check(&name, &shape)?;
-        }
+        let dense = check_dense(dir, &config)?;
         let mut loader = Loader {
             backend: &backend,
             dense: &dense,

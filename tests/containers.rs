@@ -1,0 +1,593 @@
+//! Models in containers: the same bits as converted ones, and every fault one line.
+
+mod support;
+
+use std::collections::{BTreeMap, HashMap};
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use assert_cmd::Command;
+use host::expert::{MatrixKind, ScaleKind};
+use host::model::Config;
+use host::model::directory::{RawExperts, expert_tensor};
+use predicates::prelude::*;
+use predicates::str::{contains, is_empty};
+use safetensors::SafeTensors;
+use safetensors::tensor::{Dtype, TensorView};
+use serde_json::{Value, json};
+
+type Tensors = BTreeMap<String, (Dtype, Vec<usize>, Vec<u8>)>;
+
+/// How a container stores a kind of matrix.
+#[derive(Clone, Copy, PartialEq)]
+enum As {
+    /// As it is.
+    Float,
+    F32,
+    Int8Row,
+    /// Columns of a group; a row's where it is as wide.
+    Int4(usize),
+}
+
+fn checkpoint() -> Tensors {
+    let bytes = fs::read(support::data().join("tiny-dsa-hf/model.safetensors")).unwrap();
+    SafeTensors::deserialize(&bytes)
+        .unwrap()
+        .tensors()
+        .into_iter()
+        .map(|(name, t)| (name, (t.dtype(), t.shape().to_vec(), t.data().to_vec())))
+        .collect()
+}
+
+fn widen(bytes: &[u8]) -> Vec<f32> {
+    bytes
+        .chunks(2)
+        .map(|b| f32::from_bits((u16::from_le_bytes([b[0], b[1]]) as u32) << 16))
+        .collect()
+}
+
+fn le(values: &[f32]) -> Vec<u8> {
+    values.iter().flat_map(|x| x.to_le_bytes()).collect()
+}
+
+/// Integers `q` of a matrix and their scales, by `s = max(amax / most, 1e-8)`.
+fn integers(w: &[f32], cols: usize, group: usize, most: f32) -> (Vec<i8>, Vec<f32>) {
+    let (mut q, mut scales) = (Vec::new(), Vec::new());
+    for group in w.chunks(cols).flat_map(|row| row.chunks(group)) {
+        let amax = group.iter().fold(0.0f32, |m, w| m.max(w.abs()));
+        let s = (amax / most).max(1e-8);
+        scales.push(s);
+        let q1 = |w: &f32| (w / s).round_ties_even().clamp(-most - 1.0, most) as i8;
+        q.extend(group.iter().map(q1));
+    }
+    (q, scales)
+}
+
+fn put(out: &mut Tensors, name: &str, shape: &[usize], bytes: &[u8], how: As) {
+    if how == As::Float {
+        out.insert(name.into(), (Dtype::BF16, shape.to_vec(), bytes.to_vec()));
+        return;
+    }
+    let w = widen(bytes);
+    if how == As::F32 {
+        out.insert(name.into(), (Dtype::F32, shape.to_vec(), le(&w)));
+        return;
+    }
+    let cols = shape[1];
+    let (bytes, scales) = match how {
+        As::Int4(group) => {
+            let (q, scales) = integers(&w, cols, group.min(cols), 7.0);
+            let nibble = |q: i8| (q + 8) as u8;
+            let pack = |p: &[i8]| nibble(p[0]) | nibble(p[1]) << 4;
+            (q.chunks(2).map(pack).collect::<Vec<u8>>(), scales)
+        }
+        _ => {
+            let (q, scales) = integers(&w, cols, cols, 127.0);
+            (q.iter().map(|q| *q as u8).collect(), scales)
+        }
+    };
+    out.insert(name.into(), (Dtype::U8, vec![bytes.len()], bytes));
+    out.insert(
+        format!("{name}.qs"),
+        (Dtype::F32, vec![scales.len()], le(&scales)),
+    );
+}
+
+/// tiny-dsa as a container keeps it: norms, routers and biases f32.
+fn tensors(experts: As, matrices: As) -> Tensors {
+    let mut out = Tensors::new();
+    for (name, (dtype, shape, bytes)) in checkpoint() {
+        if dtype == Dtype::F32 {
+            out.insert(name, (dtype, shape, bytes));
+            continue;
+        }
+        let kept = ["norm", "mlp.gate.", "weights_proj", "bias"];
+        let how = if name.contains(".mlp.experts.") {
+            experts
+        } else if shape.len() != 2 || kept.iter().any(|k| name.contains(k)) {
+            As::F32
+        } else {
+            matrices
+        };
+        put(&mut out, &name, &shape, &bytes, how);
+    }
+    out
+}
+
+type Metadata = Option<HashMap<String, String>>;
+
+fn write(file: &Path, tensors: &Tensors, metadata: Metadata) {
+    let views = tensors.iter().map(|(name, (dtype, shape, bytes))| {
+        (name, TensorView::new(*dtype, shape.clone(), bytes).unwrap())
+    });
+    safetensors::serialize_to_file(views, metadata, file).unwrap();
+}
+
+fn shard(dir: &Path, i: usize) -> PathBuf {
+    dir.join(format!("out-{i:05}.safetensors"))
+}
+
+/// A container of three shards.
+fn container(tensors: &Tensors, stamps: Option<Value>) -> tempfile::TempDir {
+    let dir = tempfile::tempdir().unwrap();
+    for name in ["config.json", "generation_config.json"] {
+        let from = support::data().join("tiny-dsa-hf").join(name);
+        fs::write(dir.path().join(name), fs::read(from).unwrap()).unwrap();
+    }
+    let mut shards = [Tensors::new(), Tensors::new(), Tensors::new()];
+    for (i, (name, t)) in tensors.iter().enumerate() {
+        shards[i % 3].insert(name.clone(), t.clone());
+    }
+    for (i, tensors) in shards.iter().enumerate() {
+        let stamp = |s: &Value| HashMap::from([("colibri.fmt".into(), s.to_string())]);
+        let metadata = if i == 0 {
+            stamps.as_ref().map(stamp)
+        } else {
+            None
+        };
+        write(&shard(dir.path(), i), tensors, metadata);
+    }
+    dir
+}
+
+fn host(args: &[&str], dir: &Path) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_host"));
+    command.args(args).arg("-m").arg(dir);
+    command
+}
+
+fn generate(dir: &Path) -> Command {
+    let ids = ["--prompt-ids", "191,80,91,337,439,269,12"];
+    let mut command = host(&["generate", "--device", "cpu"], dir);
+    command.args(ids).args(["-n", "30", "--temp", "0"]);
+    command
+}
+
+/// Token ids and the bits of all logits.
+fn run(dir: &Path, args: &[&str]) -> (Value, Vec<u8>) {
+    let out = tempfile::tempdir().unwrap();
+    let file = out.path().join("logits");
+    let mut command = generate(dir);
+    command.args(args).args(["--json", "--logits"]).arg(&file);
+    let stdout = command.assert().success().get_output().stdout.clone();
+    let object: Value = serde_json::from_slice(&stdout).unwrap();
+    (object["token_ids"].clone(), fs::read(file).unwrap())
+}
+
+/// From the raw shards, and packed straight from them, as from a converted checkpoint.
+#[test]
+fn containers_give_the_bits_of_converted_models() {
+    for (experts, scales) in [
+        (As::Int4(usize::MAX), ScaleKind::Row),
+        (As::Int4(64), ScaleKind::G64),
+    ] {
+        let made = support::converted("tiny-dsa", scales).unwrap();
+        let converted = made.path().join("model");
+        let want = run(&converted, &[]);
+        for matrices in [As::F32, As::Float] {
+            let dir = container(&tensors(experts, matrices), None);
+            assert!(run(dir.path(), &[]) == want);
+            host(&["pack"], dir.path())
+                .assert()
+                .success()
+                .stderr(contains("64 experts"));
+            assert!(run(dir.path(), &["--tier", "ans"]) == want);
+            assert!(run(dir.path(), &["--tier", "raw"]) == want);
+        }
+        let dir = container(&tensors(experts, As::F32), None);
+        host(&["pack"], dir.path()).assert().success();
+        host(&["pack"], &converted).assert().success();
+        let archive = |dir: &Path| fs::read(dir.join("experts.ansx")).unwrap();
+        assert!(archive(dir.path()) == archive(&converted));
+        let file = dir.path().join("experts.ansx");
+        host(&["verify", file.to_str().unwrap()], dir.path())
+            .assert()
+            .success()
+            .stderr(contains("the model's raw experts"));
+    }
+}
+
+/// Experts with row scales here and group scales there are group-scaled all, with the same weights.
+#[test]
+fn mixed_scales_become_groups() {
+    let mut mixed = tensors(As::Int4(64), As::F32);
+    let row = tensors(As::Int4(usize::MAX), As::F32);
+    for e in 0..16 {
+        for suffix in ["", ".qs"] {
+            let name = expert_tensor(4, e, MatrixKind::Gate) + suffix;
+            mixed.insert(name.clone(), row[&name].clone());
+        }
+    }
+    let dir = container(&mixed, None);
+    let config = Config::read(dir.path()).unwrap();
+    let experts = RawExperts::open(dir.path(), &config).unwrap();
+    assert_eq!(experts.shape().scales, ScaleKind::G64);
+    let gate = experts.matrix(4, 3, MatrixKind::Gate).unwrap();
+    assert_eq!(gate.scales.len(), 64 * 2);
+    let name = expert_tensor(4, 3, MatrixKind::Gate);
+    let scales: Vec<f32> = row[&(name.clone() + ".qs")]
+        .2
+        .chunks(4)
+        .map(|b| f32::from_le_bytes(b.try_into().unwrap()))
+        .collect();
+    for (i, s) in gate.scales.iter().enumerate() {
+        assert_eq!(*s, scales[i / 2]);
+    }
+    assert_eq!(gate.packed[..], row[&name].2[..]);
+    run(dir.path(), &[]);
+}
+
+/// A group of 128 or 192 columns is two or three of 64.
+#[test]
+fn wide_groups_are_spread() {
+    let (hidden, intermediate) = (448, 128);
+    let mut all = Tensors::new();
+    let mut want = HashMap::new();
+    for layer in 2..6 {
+        for e in 0..16 {
+            for kind in MatrixKind::ALL {
+                let shape = match kind {
+                    MatrixKind::Down => [hidden, intermediate],
+                    _ => [intermediate, hidden],
+                };
+                let w: Vec<u8> = (0..shape[0] * shape[1])
+                    .flat_map(|i| {
+                        let x = ((i * 37 + e * 11 + layer) % 251) as f32 - 125.0;
+                        half::bf16::from_f32(x).to_le_bytes()
+                    })
+                    .collect();
+                let name = expert_tensor(layer, e, kind);
+                put(&mut all, &name, &shape, &w, As::Int4(128));
+                let scales = integers(&widen(&w), shape[1], 128.min(shape[1]), 7.0).1;
+                want.insert((layer, e, kind), scales);
+            }
+        }
+    }
+    let dir = container(&all, None);
+    let mut config: Value =
+        serde_json::from_slice(&fs::read(dir.path().join("config.json")).unwrap()).unwrap();
+    config["hidden_size"] = hidden.into();
+    config["moe_intermediate_size"] = intermediate.into();
+    fs::write(dir.path().join("config.json"), config.to_string()).unwrap();
+    let config = Config::read(dir.path()).unwrap();
+    let experts = RawExperts::open(dir.path(), &config).unwrap();
+    for ((layer, e, kind), scales) in &want {
+        let got = experts.matrix(*layer, *e, *kind).unwrap();
+        let (rows, cols) = experts.shape().dims(*kind);
+        let groups = cols.div_ceil(128);
+        for r in 0..rows {
+            for g in 0..cols / 64 {
+                let want = scales[r * groups + g / 2];
+                assert_eq!(got.scales[r * (cols / 64) + g], want);
+            }
+        }
+    }
+}
+
+/// One line that names the fault, whatever the command, and nothing on stdout.
+fn refused(dir: &Path, commands: &[&[&str]], says: &[&str]) {
+    for args in commands {
+        let mut command = host(args, dir);
+        if args[0] == "generate" {
+            command.args(["--device", "cpu", "--prompt-ids", "5,6,7", "-n", "1"]);
+        }
+        let mut assert = command.assert().code(1);
+        if args[0] == "doctor" {
+            let line = |s: &str| {
+                let mut lines = s.lines().filter(|l| l.starts_with("error: "));
+                lines.next().map(String::from)
+            };
+            let stderr = String::from_utf8(assert.get_output().stderr.clone()).unwrap();
+            let line = line(&stderr).expect("an error");
+            for text in says {
+                assert!(line.contains(text), "{args:?}: {text:?} not in {line}");
+            }
+            continue;
+        }
+        assert = assert.stdout(is_empty());
+        let one = predicate::function(|s: &str| s.lines().count() == 1);
+        assert = assert.stderr(one);
+        for text in says {
+            assert = assert.stderr(contains(*text));
+        }
+    }
+    assert!(!dir.join("experts.ansx").exists());
+}
+
+const ALL: &[&[&str]] = &[&["generate"], &["pack"], &["doctor", "--deep"]];
+const DENSE: &[&[&str]] = &[&["generate"], &["doctor"]];
+
+fn good() -> Tensors {
+    tensors(As::Int4(usize::MAX), As::Int8Row)
+}
+
+fn up() -> String {
+    expert_tensor(4, 7, MatrixKind::Up)
+}
+
+#[test]
+fn faults_of_tensors_are_named() {
+    let bad = |commands: &[&[&str]], change: &dyn Fn(&mut Tensors), says: &[&str]| {
+        let mut tensors = good();
+        change(&mut tensors);
+        refused(container(&tensors, None).path(), commands, says);
+    };
+    let (name, scales) = (up(), up() + ".qs");
+    let at = |t: &mut Tensors, name: &str| t.remove(name).unwrap();
+    let set = |t: &mut Tensors, name: &str, i: usize, x: f32| {
+        t.get_mut(name).unwrap().2[4 * i..4 * i + 4].copy_from_slice(&x.to_le_bytes());
+    };
+    bad(ALL, &|t| drop(at(t, &name)), &[&name, "no such tensor"]);
+    bad(ALL, &|t| drop(at(t, &scales)), &[&name, "its scales"]);
+    let cut = |t: &mut Tensors, name: &str, bytes: usize, n: usize| {
+        let t = t.get_mut(name).unwrap();
+        t.2.truncate(bytes);
+        t.1 = vec![n];
+    };
+    bad(
+        ALL,
+        &|t| cut(t, &scales, 4 * 63, 63),
+        &[&name, "63 scales", "for 64 x 128 weights"],
+    );
+    bad(
+        ALL,
+        &|t| cut(t, &name, 4000, 4000),
+        &[&name, "4000 bytes and 64 scales"],
+    );
+    for (x, what) in [
+        (f32::NAN, "NaN"),
+        (f32::INFINITY, "inf"),
+        (-1.0, "found -1"),
+    ] {
+        let says = ["up_proj.weight.qs[5]", "a finite scale", what];
+        bad(ALL, &|t| set(t, &scales, 5, x), &says);
+    }
+    let half = |t: &mut Tensors| {
+        let t = t.get_mut(&scales).unwrap();
+        t.2.truncate(128);
+        t.0 = Dtype::F16;
+    };
+    bad(ALL, &half, &[&scales, "expected F32, found F16"]);
+    let int8 = |t: &mut Tensors| {
+        let (_, shape, bytes) = &checkpoint()[&name];
+        put(t, &name, shape, bytes, As::Int8Row);
+    };
+    bad(ALL, &int8, &[&name, "found int8-row"]);
+    let g32 = |t: &mut Tensors| {
+        let (_, shape, bytes) = &checkpoint()[&name];
+        put(t, &name, shape, bytes, As::Int4(32));
+    };
+    bad(ALL, &g32, &[&name, "found int4-grouped (32 columns)"]);
+
+    let indexer = "model.layers.2.self_attn.indexer.wk.weight";
+    bad(
+        DENSE,
+        &|t| {
+            at(t, indexer);
+            at(t, &format!("{indexer}.qs"));
+        },
+        &[indexer, "no such tensor"],
+    );
+    let o = "model.layers.3.self_attn.o_proj.weight";
+    bad(
+        DENSE,
+        &|t| set(t, &format!("{o}.qs"), 0, f32::NAN),
+        &[&format!("{o}.qs[0]"), "a finite scale"],
+    );
+    bad(
+        DENSE,
+        &|t| t.get_mut("model.norm.weight").unwrap().0 = Dtype::I32,
+        &["model.norm.weight", "I32"],
+    );
+    bad(
+        DENSE,
+        &|t| {
+            cut(t, "model.norm.weight", 4 * 64, 64);
+        },
+        &["model.norm.weight", "shape [128]", "[64]"],
+    );
+}
+
+#[test]
+fn stamps_must_agree() {
+    let says = |stamps: Value, commands: &[&[&str]], says: &[&str]| {
+        refused(container(&good(), Some(stamps)).path(), commands, says);
+    };
+    let name = up();
+    says(
+        json!({ &name: "int8-row" }),
+        ALL,
+        &[&name, "int8-row, as its stamp", "which is int4-row"],
+    );
+    says(
+        json!({ &name: "int9-row" }),
+        ALL,
+        &[&name, "int9-row, as its stamp"],
+    );
+    says(
+        json!({ &name: "int4-rans256-g0" }),
+        ALL,
+        &[&name, "int4-rans256-g0, which is not supported"],
+    );
+    says(json!({ &name: 4 }), ALL, &["out-00000", "colibri.fmt"]);
+    says(json!("int4-row"), ALL, &["out-00000", "colibri.fmt"]);
+    says(
+        json!({ "model.norm.weight": "int4-row" }),
+        DENSE,
+        &["model.norm.weight", "as its stamp"],
+    );
+
+    let right = json!({ &name: "int4-row", "model.layers.0.mlp.up_proj.weight": "int8-row" });
+    let dir = container(&good(), Some(right));
+    run(dir.path(), &[]);
+    // Another shard that says otherwise.
+    let file = shard(dir.path(), 1);
+    let bytes = fs::read(&file).unwrap();
+    let whole = SafeTensors::deserialize(&bytes).unwrap();
+    let tensors: Tensors = whole
+        .tensors()
+        .into_iter()
+        .map(|(n, t)| (n, (t.dtype(), t.shape().to_vec(), t.data().to_vec())))
+        .collect();
+    let other = json!({ &name: "int4-grouped" }).to_string();
+    write(
+        &file,
+        &tensors,
+        Some(HashMap::from([("colibri.fmt".into(), other)])),
+    );
+    refused(
+        dir.path(),
+        ALL,
+        &["another file's colibri.fmt", "int4-grouped"],
+    );
+}
+
+/// A safetensors file of this header and so many zero bytes.
+fn file_of(header: &str, data: usize) -> Vec<u8> {
+    let mut bytes = (header.len() as u64).to_le_bytes().to_vec();
+    bytes.extend(header.as_bytes());
+    bytes.resize(bytes.len() + data, 0);
+    bytes
+}
+
+#[test]
+fn damaged_files_are_named() {
+    let tensors = good();
+    let whole = container(&tensors, None);
+    let bad = |change: &dyn Fn(&Path), says: &[&str]| {
+        let dir = container(&tensors, None);
+        change(dir.path());
+        refused(dir.path(), ALL, says);
+    };
+    let bytes = fs::read(shard(whole.path(), 1)).unwrap();
+    let with = |bytes: &[u8]| {
+        let bytes = bytes.to_vec();
+        move |dir: &Path| fs::write(shard(dir, 1), &bytes).unwrap()
+    };
+    let n = bytes.len();
+    bad(
+        &with(&bytes[..n - 1]),
+        &["out-00001", "a whole safetensors file", "found"],
+    );
+    bad(&with(&[&bytes[..], b"x"].concat()), &["out-00001", "whole"]);
+    bad(&with(&bytes[..100]), &["out-00001", "whole"]);
+    bad(&with(b""), &["out-00001"]);
+    bad(&with(b"not a model"), &["out-00001"]);
+    bad(
+        &|dir| fs::remove_file(shard(dir, 1)).unwrap(),
+        &["no such tensor", "out-00001.safetensors is missing"],
+    );
+    let mut long = bytes.clone();
+    long[..8].copy_from_slice(&u64::MAX.to_le_bytes());
+    bad(&with(&long), &["out-00001", "a header of"]);
+    long[..8].copy_from_slice(&(n as u64).to_le_bytes());
+    bad(&with(&long), &["out-00001", "a header of"]);
+
+    for (header, data, says) in [
+        (
+            r#"{"a":{"dtype":"Q7","shape":[4],"data_offsets":[0,4]}}"#,
+            4,
+            "a: expected a type",
+        ),
+        (
+            r#"{"a":{"dtype":"U8","shape":[4],"data_offsets":[0,4]},"a":{"dtype":"U8","shape":[4],"data_offsets":[0,4]}}"#,
+            4,
+            "a: expected each tensor once",
+        ),
+        (
+            r#"{"a":{"dtype":"F32","shape":[4611686018427387904,4],"data_offsets":[0,0]}}"#,
+            0,
+            "a: expected a shape",
+        ),
+        (
+            r#"{"a":{"dtype":"F32","shape":[1000000000000],"data_offsets":[0,4000000000000]}}"#,
+            4,
+            "of 40000000000",
+        ),
+        (
+            r#"{"a":{"dtype":"U8","shape":[4],"data_offsets":[4,0]}}"#,
+            4,
+            "a: expected 4 bytes",
+        ),
+        (
+            r#"{"a":{"dtype":"U8","shape":[4],"data_offsets":[0,4]},"b":{"dtype":"U8","shape":[4],"data_offsets":[2,6]}}"#,
+            6,
+            "b: expected data from byte 4 on",
+        ),
+        (
+            r#"{"a":{"dtype":"U8","shape":[-4],"data_offsets":[0,4]}}"#,
+            4,
+            "a: expected dtype, shape",
+        ),
+        (r#"{"a":[1,2]}"#, 0, "a: expected dtype, shape"),
+        (r#"[]"#, 0, "header: expected the JSON"),
+        (r#"{"a""#, 0, "header: expected the JSON"),
+    ] {
+        bad(&with(&file_of(header, data)), &["out-00001", says]);
+    }
+    // A shard twice.
+    bad(
+        &|dir| fs::write(shard(dir, 3), &bytes).unwrap(),
+        &["out-00003", "each tensor once", "it is in"],
+    );
+}
+
+#[test]
+fn other_directories_are_named() {
+    // A checkpoint that was not converted.
+    let dir = tempfile::tempdir().unwrap();
+    for name in ["config.json", "model.safetensors"] {
+        let from = support::data().join("tiny-dsa-hf").join(name);
+        fs::write(dir.path().join(name), fs::read(from).unwrap()).unwrap();
+    }
+    refused(dir.path(), ALL, &["host convert"]);
+    // A config of another model.
+    let dir = container(&good(), None);
+    let file = dir.path().join("config.json");
+    let mut config: Value = serde_json::from_slice(&fs::read(&file).unwrap()).unwrap();
+    config["hidden_size"] = 192.into();
+    fs::write(&file, config.to_string()).unwrap();
+    refused(dir.path(), ALL, &["model.layers", "x 192 weights"]);
+    // The archive of other weights.
+    let dir = container(&good(), None);
+    let mut other = good();
+    for (name, t) in &mut other {
+        if name.contains("experts.0.") && !name.ends_with(".qs") {
+            t.2[17] ^= 1;
+        }
+    }
+    let theirs = container(&other, None);
+    host(&["pack"], theirs.path()).assert().success();
+    let archive = fs::read(theirs.path().join("experts.ansx")).unwrap();
+    let place = dir.path().join("experts.ansx");
+    fs::write(&place, archive).unwrap();
+    generate(dir.path())
+        .assert()
+        .code(1)
+        .stdout(is_empty())
+        .stderr(contains("archive of another model"));
+    host(&["verify", place.to_str().unwrap()], dir.path())
+        .assert()
+        .code(1)
+        .stderr(contains("archive is of another model"));
+}

@@ -1,0 +1,220 @@
+#!/usr/bin/env python3
+"""What Hugging Face transformers computes for a checkpoint, for tests/data/oracles.
+
+  python3 -m venv V && V/bin/pip install torch transformers==5.17.*
+  V/bin/python tools/oracle.py make FAMILY DIR          # a tiny random checkpoint
+  V/bin/python tools/oracle.py fp8 FROM DIR             # its fp8 form: e4m3, 128 x 128 blocks
+  V/bin/python tools/oracle.py run DIR --experts int4-row --dense int8-row --out FILE
+
+`run` computes in float32 on the CPU with eager attention and no cache, after weights went through
+the rules that --experts and --dense name. Of equal values torch.topk takes the first.
+"""
+
+import argparse
+import json
+import os
+import shutil
+
+import numpy as np
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+
+def first_of_equals(x, k, dim=-1, largest=True, sorted=True):
+    assert largest
+    values, order = torch.sort(x, dim=dim, descending=True, stable=True)
+    values, order = values.narrow(dim, 0, k), order.narrow(dim, 0, k)
+    return torch.return_types.topk((values, order))
+
+
+torch.topk = first_of_equals
+torch.Tensor.topk = first_of_equals
+
+FAMILIES = {
+    "glm4_moe_lite": dict(
+        vocab_size=256, hidden_size=64, intermediate_size=128, moe_intermediate_size=64,
+        num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=4, n_shared_experts=1,
+        n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1, kv_lora_rank=32,
+        q_lora_rank=48, qk_rope_head_dim=16, qk_nope_head_dim=24, v_head_dim=32,
+        routed_scaling_factor=1.8, norm_topk_prob=True, max_position_embeddings=512,
+        mlp_layer_types=["dense", "sparse", "sparse"], eos_token_id=None, bos_token_id=None,
+        pad_token_id=None, rope_parameters={"rope_type": "default", "rope_theta": 1000000.0},
+    ),
+    "qwen3_moe": dict(
+        vocab_size=256, hidden_size=64, intermediate_size=128, moe_intermediate_size=64,
+        num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
+        num_experts=4, num_experts_per_tok=2, norm_topk_prob=True, decoder_sparse_step=1,
+        mlp_only_layers=[0], max_position_embeddings=512, tie_word_embeddings=False,
+        eos_token_id=None, bos_token_id=None, pad_token_id=None,
+        rope_parameters={"rope_type": "default", "rope_theta": 1000000.0},
+    ),
+}
+
+
+def make(args):
+    torch.manual_seed(args.seed)
+    config = transformers.AutoConfig.for_model(args.family, **FAMILIES[args.family])
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if "norm" in name:
+                p.copy_(1 + 0.2 * torch.randn_like(p))
+            elif name.endswith("bias"):
+                p.copy_(0.1 * torch.randn_like(p))
+            else:
+                # Wide enough that layers matter and the router's choices differ.
+                p.copy_(torch.randn_like(p) * (1.0 / p.shape[-1] ** 0.5 if "embed" not in name else 1.0))
+        for name, b in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                b.copy_(0.05 * torch.randn_like(b))
+    model.to(torch.bfloat16).save_pretrained(args.dir)
+
+
+def blocks(scale, shape, block=128):
+    wide = scale.repeat_interleave(block, 0).repeat_interleave(block, 1)
+    return wide[: shape[0], : shape[1]]
+
+
+def is_matrix(name, t):
+    """What fp8 checkpoints and containers quantise: no norms, routers or indexer weights."""
+    kept = ("norm", "mlp.gate.", "weights_proj", "bias")
+    return t.dim() == 2 and not any(k in name for k in kept)
+
+
+def fp8(args):
+    os.makedirs(args.dir, exist_ok=True)
+    out = {}
+    for name, t in load_file(os.path.join(args.source, "model.safetensors")).items():
+        if not is_matrix(name, t) or name.startswith(("model.embed", "lm_head")):
+            out[name] = t
+            continue
+        w = t.float()
+        r, c = -(-w.shape[0] // 128), -(-w.shape[1] // 128)
+        padded = torch.zeros(r * 128, c * 128)
+        padded[: w.shape[0], : w.shape[1]] = w
+        amax = padded.view(r, 128, c, 128).abs().amax(dim=(1, 3))
+        scale = amax / 448
+        out[name] = (w / blocks(scale, w.shape)).to(torch.float8_e4m3fn)
+        out[name + "_scale_inv"] = scale
+    save_file(out, os.path.join(args.dir, "model.safetensors"), metadata={"format": "pt"})
+    for f in os.listdir(args.source):
+        if f.endswith(".json") and f != "config.json":
+            shutil.copy(os.path.join(args.source, f), args.dir)
+    config = json.load(open(os.path.join(args.source, "config.json")))
+    config["quantization_config"] = {
+        "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+    }
+    json.dump(config, open(os.path.join(args.dir, "config.json"), "w"), indent=2)
+
+
+def integers(w, most, group):
+    """q * s with s = max(amax / most, 1e-8) of each `group` columns, in float32."""
+    shape = w.shape
+    w = w.contiguous().view(-1, group if group else shape[-1])
+    s = torch.clamp(w.abs().amax(dim=-1, keepdim=True) / most, min=1e-8)
+    return (torch.clamp(torch.round(w / s), -most - 1, most) * s).view(shape)
+
+
+RULES = {
+    "verbatim": lambda w: w,
+    "int4-row": lambda w: integers(w, 7.0, None),
+    "int4-g64": lambda w: integers(w, 7.0, 64),
+    "int8-row": lambda w: integers(w, 127.0, None),
+}
+
+
+def load(args):
+    """The model in float32; an fp8 checkpoint is widened first, weight times scale."""
+    tensors = load_file(os.path.join(args.dir, "model.safetensors"))
+    if not any(t.dtype == torch.float8_e4m3fn for t in tensors.values()):
+        return transformers.AutoModelForCausalLM.from_pretrained(
+            args.dir, dtype=torch.float32, attn_implementation="eager")
+    wide = {}
+    for name, t in tensors.items():
+        if name.endswith("_scale_inv"):
+            continue
+        scale = tensors.get(name + "_scale_inv")
+        wide[name] = t.float() if scale is None else t.float() * blocks(scale, t.shape)
+        if scale is not None and ".mlp.experts." not in name and args.dense == "bf16":
+            wide[name] = wide[name].bfloat16().float()
+    folder = args.dir.rstrip("/") + ".wide"
+    os.makedirs(folder, exist_ok=True)
+    save_file(wide, os.path.join(folder, "model.safetensors"), metadata={"format": "pt"})
+    config = json.load(open(os.path.join(args.dir, "config.json")))
+    config.pop("quantization_config")
+    json.dump(config, open(os.path.join(folder, "config.json"), "w"))
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager")
+    shutil.rmtree(folder)
+    return model
+
+
+def short(x):
+    return float(f"{float(x):.7g}")
+
+
+@torch.no_grad()
+def run(args):
+    model = load(args).eval()
+    for name, p in model.named_parameters():
+        if ".mlp.experts." in name:
+            p.copy_(RULES[args.experts](p))
+        elif is_matrix(name, p) and args.dense not in ("verbatim", "bf16"):
+            p.copy_(RULES[args.dense](p))
+    vocab = model.config.vocab_size
+    rng = np.random.default_rng(args.seed)
+    cases = []
+    for n in args.lengths:
+        ids = [int(i) for i in rng.integers(0, vocab, n)]
+        case = {"input_ids": ids}
+        if args.like:
+            ids = json.load(open(args.like))["cases"][len(cases)]["input_ids"]
+            case["input_ids"] = ids
+        seen, greedy, margins = list(ids), [], []
+        for step in range(args.greedy):
+            out = model(torch.tensor([seen]), use_cache=False, output_hidden_states=step == 0)
+            logits = out.logits[0, -1]
+            if step == 0:
+                case["last_logits"] = [short(x) for x in logits]
+                if len(ids) <= 8:
+                    case["hidden_last_token"] = [
+                        [short(x) for x in h[0, -1]] for h in out.hidden_states]
+            best = first_of_equals(logits, 2)
+            greedy.append(int(best.indices[0]))
+            margins.append(short(best.values[0] - best.values[1]))
+            seen.append(greedy[-1])
+        case |= {"greedy": greedy, "greedy_margin": margins}
+        cases.append(case)
+    made = f"transformers {transformers.__version__} on the CPU, float32, eager attention, no cache"
+    name = os.path.basename(args.dir.rstrip("/"))
+    oracle = {"model": name, "experts": args.experts, "dense": args.dense, "made_with": made,
+              "cases": cases}
+    json.dump(oracle, open(args.out, "w"), separators=(",", ":"))
+
+
+parser = argparse.ArgumentParser(description=__doc__,
+                                 formatter_class=argparse.RawDescriptionHelpFormatter)
+sub = parser.add_subparsers(required=True)
+p = sub.add_parser("make")
+p.add_argument("family", choices=FAMILIES)
+p.add_argument("dir")
+p.add_argument("--seed", type=int, default=1)
+p.set_defaults(do=make)
+p = sub.add_parser("fp8")
+p.add_argument("source")
+p.add_argument("dir")
+p.set_defaults(do=fp8)
+p = sub.add_parser("run")
+p.add_argument("dir")
+p.add_argument("--experts", choices=RULES, default="int4-row")
+p.add_argument("--dense", choices=[*RULES, "bf16"], default="verbatim")
+p.add_argument("--lengths", type=int, nargs="+", default=[1, 7, 40, 90])
+p.add_argument("--greedy", type=int, default=24)
+p.add_argument("--like", help="an oracle whose prompts to take")
+p.add_argument("--seed", type=int, default=2)
+p.add_argument("--out", required=True)
+p.set_defaults(do=run)
+args = parser.parse_args()
+args.do(args)
