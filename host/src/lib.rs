@@ -12,6 +12,8 @@ pub mod expert;
 pub mod generate;
 pub mod interrupt;
 pub mod model;
+pub mod placement;
 pub mod sample;
 pub mod simd;
+pub mod synth;
 pub mod tokenizer;

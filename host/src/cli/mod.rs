@@ -10,6 +10,8 @@ mod eval;
 mod generate;
 mod inspect;
 mod pack;
+mod plan;
+mod synth;
 pub mod ui;
 mod verify;
 
@@ -41,6 +43,10 @@ enum Command {
     Inspect(inspect::InspectArgs),
     /// What this machine has to run on, and what is missing
     Doctor(doctor::DoctorArgs),
+    /// Where a model's experts would go on this machine, and how fast it would be
+    Plan(plan::PlanArgs),
+    /// Make a model of a real one's geometry, with random weights
+    Synth(synth::SynthArgs),
     /// Time kernels
     Bench(bench::BenchArgs),
 }
@@ -66,6 +72,8 @@ pub fn main() -> ExitCode {
         Command::Verify(args) => verify::run(args),
         Command::Inspect(args) => inspect::run(args),
         Command::Doctor(args) => doctor::run(args),
+        Command::Plan(args) => plan::run(args),
+        Command::Synth(args) => synth::run(args),
         Command::Bench(args) => bench::run(args),
     };
     match done {

@@ -337,6 +337,25 @@ impl TensorWriter {
             .map_err(|e| ModelError::io(&self.path, e, "check the space left on the disk"))
     }
 
+    /// The next tensor's bytes in parts of a few MiB, each filled by `fill`.
+    ///
+    /// # Panics
+    /// If there is no next tensor.
+    pub fn write_parts(&mut self, mut fill: impl FnMut(&mut [u8])) -> Result<(), ModelError> {
+        let entry = self.left.next().expect("a tensor that was announced");
+        let mut part = vec![0; entry.bytes.min(4 << 20)];
+        let mut left = entry.bytes;
+        while left > 0 {
+            let part = &mut part[..left.min(4 << 20)];
+            fill(part);
+            self.out
+                .write_all(part)
+                .map_err(|e| ModelError::io(&self.path, e, "check the space left on the disk"))?;
+            left -= part.len();
+        }
+        Ok(())
+    }
+
     /// Everything is on disk when this returns.
     ///
     /// # Panics

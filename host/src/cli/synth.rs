@@ -1,0 +1,126 @@
+//! `host synth`.
+
+use std::path::PathBuf;
+use std::sync::Mutex;
+
+use clap::{Args, ValueEnum};
+
+use super::ui::{self, Progress};
+use crate::expert::ScaleKind;
+use crate::interrupt;
+use crate::synth::{Options, Phase, Shape, Skew, synthesise};
+
+#[derive(Args)]
+pub struct SynthArgs {
+    /// Geometry
+    #[arg(long, value_enum)]
+    shape: Shape,
+    /// Layers [default: what the real model has]
+    #[arg(long, value_name = "N")]
+    layers: Option<usize>,
+    /// Distinct experts, which stand for all in the archive
+    #[arg(long, value_name = "M", default_value_t = 32)]
+    distinct_experts: usize,
+    /// Seed of all weights
+    #[arg(long, default_value_t = 1)]
+    seed: u64,
+    /// Use of experts, E:S: the share E of them that is used most gets the share S of selections; or
+    /// `none`: all alike
+    #[arg(long, value_name = "E:S", default_value = "0.48:0.85", value_parser = skew)]
+    skew: SkewArg,
+    /// Number format of the routed experts
+    #[arg(long, value_enum, default_value = "int4-row")]
+    experts: Format,
+    /// A tokenizer.json to copy [default: one of single bytes]
+    #[arg(long, value_name = "FILE")]
+    tokenizer: Option<PathBuf>,
+    /// Model directory to make
+    #[arg(long, value_name = "DIR")]
+    to: PathBuf,
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+enum Format {
+    Int4Row,
+    Int4G64,
+}
+
+#[derive(Clone, Copy)]
+struct SkewArg(Option<Skew>);
+
+fn skew(text: &str) -> Result<SkewArg, String> {
+    if text == "none" {
+        return Ok(SkewArg(None));
+    }
+    let parts = text.split_once(':');
+    let share = |s: &str| s.parse().ok().filter(|x| (0.0..=1.0).contains(x));
+    match parts.map(|(e, s)| (share(e), share(s))) {
+        Some((Some(experts), Some(selections))) => Ok(SkewArg(Some(Skew {
+            experts,
+            selections,
+        }))),
+        _ => Err("expected two numbers from 0 to 1, such as 0.48:0.85, or none".into()),
+    }
+}
+
+pub fn run(args: SynthArgs) -> anyhow::Result<()> {
+    interrupt::install();
+    let options = Options {
+        shape: args.shape,
+        layers: args.layers,
+        distinct: args.distinct_experts,
+        scales: match args.experts {
+            Format::Int4Row => ScaleKind::Row,
+            Format::Int4G64 => ScaleKind::G64,
+        },
+        seed: args.seed,
+        skew: args.skew.0,
+        tokenizer: args.tokenizer,
+    };
+    let shown: Mutex<Option<(Phase, Progress)>> = Mutex::new(None);
+    let made = synthesise(&options, &args.to, |phase, done, all| {
+        let Ok(mut shown) = shown.try_lock() else {
+            return;
+        };
+        if shown.as_ref().is_none_or(|(before, _)| *before != phase) {
+            if let Some((_, bar)) = shown.take() {
+                bar.finish();
+            }
+            *shown = Some((
+                phase,
+                Progress::new(match phase {
+                    Phase::Experts => "making experts",
+                    Phase::Dense => "writing dense bytes",
+                }),
+            ));
+        }
+        if let Some((_, bar)) = shown.as_mut() {
+            bar.set(done as usize, all as usize);
+        }
+    });
+    if let Ok(Some((_, bar))) = shown.into_inner() {
+        bar.finish();
+    }
+    let m = made?;
+    ui::note!(
+        "{}: {} layers, {} with {} experts each; dense {:.1} MB; archive of {} distinct experts {:.1} MB, \
+         ratio {:.4}",
+        args.to.display(),
+        m.config.layers.len(),
+        m.archive.layers,
+        m.archive.experts,
+        m.dense_bytes as f64 / 1e6,
+        m.archive.records,
+        m.archive.file_bytes as f64 / 1e6,
+        m.archive.ratio
+    );
+    if let (Some(covered), Some(skew)) = (m.covered, args.skew.0) {
+        ui::note!(
+            "the {:.0}% most used experts cover {:.1}% of selections on Gaussian hidden states \
+             (usage.txt)",
+            100.0 * skew.experts,
+            100.0 * covered
+        );
+    }
+    Ok(())
+}

@@ -1,0 +1,400 @@
+//! What this machine takes for each tier, measured in a few seconds with experts of the model, and
+//! kept for the next time.
+
+use std::hint::black_box;
+use std::path::{Path, PathBuf};
+use std::time::Instant;
+
+use serde::{Deserialize, Serialize};
+
+use super::cost::{Line, Rates};
+use super::memory;
+use super::reader::{Aligned, BLOCK, DirectFile};
+use crate::archive::{Archive, ArchiveError, Record};
+use crate::backend::cpu::{Cpu, CpuError};
+use crate::backend::kernels::{Device, DeviceError, KernelBackend, KernelError};
+use crate::backend::{Backend, LayerExperts, LoadExperts, rows, rows_mut};
+use crate::bench::synth::Rng;
+use crate::expert::Form;
+use crate::model::Config;
+
+/// Version of the file that rates are kept in.
+const VERSION: u32 = 1;
+
+/// Why there are no rates.
+#[derive(Debug, thiserror::Error)]
+pub enum CalibrateError {
+    /// The device.
+    #[error("calibration: {0}")]
+    Kernel(#[from] KernelError),
+    /// The CPU back end.
+    #[error("calibration: {0}")]
+    Cpu(#[from] CpuError),
+    /// The archive.
+    #[error(transparent)]
+    Archive(#[from] ArchiveError),
+    /// Reads of the archive.
+    #[error("{}: cannot read: {source}; check the disk", path.display())]
+    Read {
+        /// The archive.
+        path: PathBuf,
+        /// Why.
+        source: std::io::Error,
+    },
+    /// A file of rates.
+    #[error("{}: {what}; delete it to measure again", path.display())]
+    File {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong.
+        what: String,
+    },
+}
+
+impl From<DeviceError> for CalibrateError {
+    fn from(e: DeviceError) -> Self {
+        CalibrateError::Kernel(e.into())
+    }
+}
+
+/// Rates and the machine that they are of.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Calibration {
+    version: u32,
+    /// What was measured on what: processor, device, geometry, disk.
+    pub machine: String,
+    /// The rates.
+    pub rates: Rates,
+}
+
+impl Calibration {
+    /// Reads a file of rates.
+    pub fn read(path: &Path) -> Result<Self, CalibrateError> {
+        let wrong = |what: String| CalibrateError::File {
+            path: path.into(),
+            what,
+        };
+        let bytes = std::fs::read(path).map_err(|e| wrong(e.to_string()))?;
+        let found: Self = serde_json::from_slice(&bytes).map_err(|e| wrong(e.to_string()))?;
+        if found.version != VERSION {
+            return Err(wrong(format!(
+                "version {}, expected {VERSION}",
+                found.version
+            )));
+        }
+        let r = &found.rates;
+        let lines = [&r.hot, &r.ans, &r.cpu, &r.upload, &r.disk];
+        let all = lines.iter().flat_map(|l| [l.fixed, l.each]);
+        if all
+            .chain([r.round_trip, r.dense])
+            .any(|x| !(x.is_finite() && x >= 0.0))
+        {
+            return Err(wrong("a rate is negative or no number".into()));
+        }
+        Ok(found)
+    }
+
+    fn write(&self, path: &Path) -> std::io::Result<()> {
+        let dir = path.parent().unwrap_or(Path::new("."));
+        std::fs::create_dir_all(dir)?;
+        let file = tempfile::NamedTempFile::new_in(dir)?;
+        serde_json::to_writer_pretty(&file, self)?;
+        file.persist(path).map_err(|e| e.error)?;
+        Ok(())
+    }
+}
+
+/// Where rates are kept: `$XDG_CACHE_HOME/ansatz`, else `~/.cache/ansatz`; `None` without a home.
+pub fn directory() -> Option<PathBuf> {
+    let set = |name| {
+        std::env::var_os(name)
+            .filter(|v| !v.is_empty())
+            .map(PathBuf::from)
+    };
+    let cache = set("XDG_CACHE_HOME").filter(|p| p.is_absolute());
+    let cache = cache.or_else(|| Some(set("HOME")?.join(".cache")))?;
+    Some(cache.join("ansatz"))
+}
+
+/// The rates of this machine: those kept for it, unless `again`; else measured and kept. Whether
+/// they were measured now.
+pub fn rates<D: Device>(
+    backend: &KernelBackend<D>,
+    archive: &Archive,
+    config: &Config,
+    again: bool,
+) -> Result<(Calibration, bool), CalibrateError> {
+    let machine = machine(backend, archive, config);
+    let name = &blake3::hash(machine.as_bytes()).to_hex()[..16];
+    let file = directory().map(|d| d.join(format!("rates-{name}.json")));
+    if !again
+        && let Some(file) = &file
+        && file.exists()
+    {
+        let kept = Calibration::read(file)?;
+        if kept.machine == machine {
+            return Ok((kept, false));
+        }
+    }
+    let found = Calibration {
+        version: VERSION,
+        machine,
+        rates: measure(backend, archive, config)?,
+    };
+    if let Some(file) = &file
+        && let Err(e) = found.write(file)
+    {
+        tracing::warn!("{}: rates are not kept: {e}", file.display());
+    }
+    Ok((found, true))
+}
+
+/// What rates depend on.
+fn machine<D: Device>(backend: &KernelBackend<D>, archive: &Archive, config: &Config) -> String {
+    let cpuinfo = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
+    let cpu = cpuinfo.lines().find_map(|l| l.strip_prefix("model name"));
+    let cpu = cpu.map_or("unknown", |l| l.trim_start_matches([' ', '\t', ':']));
+    #[cfg(unix)]
+    let disk = {
+        use std::os::unix::fs::MetadataExt;
+        std::fs::metadata(archive.path()).map_or(0, |m| m.dev())
+    };
+    #[cfg(not(unix))]
+    let disk = 0;
+    format!(
+        "ansatz {}; {cpu}, {} threads; {}; experts {}, top {}; hidden {}, {} layers; disk {disk}",
+        env!("CARGO_PKG_VERSION"),
+        rayon::current_num_threads(),
+        backend.describe(),
+        archive.shape(),
+        config.router.top_k,
+        config.hidden,
+        config.layers.len(),
+    )
+}
+
+/// Runs of which the median counts.
+const RUNS: usize = 9;
+
+fn median(mut seconds: Vec<f64>) -> f64 {
+    seconds.sort_by(f64::total_cmp);
+    seconds[seconds.len() / 2]
+}
+
+/// Measures everything.
+pub fn measure<D: Device>(
+    backend: &KernelBackend<D>,
+    archive: &Archive,
+    config: &Config,
+) -> Result<Rates, CalibrateError> {
+    let shape = *archive.shape();
+    let top_k = config.router.top_k.min(archive.experts());
+    // Twice as many as a token chooses, so that a cache does not hold them.
+    let n = archive.experts().min(2 * top_k);
+    let layer = archive.layer(archive.layers()[0])?;
+    let records: Vec<Record<'_>> = (0..n).map(|e| layer.record(e)).collect::<Result<_, _>>()?;
+    let raw = records
+        .iter()
+        .map(Record::decode_all)
+        .collect::<Result<Vec<_>, _>>()?;
+
+    let cpu = Cpu::new()?;
+    let on_cpu = cpu.load_experts(LayerExperts::Raw(raw.clone()), shape, Form::Fused)?;
+    let cpu_line = line(&cpu, &on_cpu, (shape.hidden, n, top_k), |work| {
+        let start = Instant::now();
+        work()?;
+        Ok(start.elapsed().as_secs_f64())
+    })?;
+    drop(on_cpu);
+
+    let device = backend.device();
+    let seconds = |work: &mut dyn FnMut() -> Result<(), KernelError>| {
+        let from = device.event()?;
+        work()?;
+        let to = device.event()?;
+        Ok(device.elapsed(&from, &to)?)
+    };
+    let sizes = (shape.hidden, n, top_k);
+    let experts = backend.load_experts(LayerExperts::Raw(raw), shape, Form::Fused)?;
+    let hot = line(backend, &experts, sizes, seconds)?;
+    drop(experts);
+    let coded = LayerExperts::Coded { layer, records };
+    let experts = backend.load_experts(coded, shape, Form::Fused)?;
+    let ans = line(backend, &experts, sizes, seconds)?;
+    drop(experts);
+
+    Ok(Rates {
+        hot,
+        ans,
+        cpu: cpu_line,
+        upload: upload(device)?,
+        disk: disk(archive)?,
+        round_trip: round_trip(backend, config)?,
+        dense: dense(backend, config, seconds)?,
+    })
+}
+
+/// Time of a layer's experts by how many a token chooses.
+fn line<B: LoadExperts>(
+    backend: &B,
+    experts: &B::Experts,
+    (hidden, n, top_k): (usize, usize, usize),
+    mut seconds: impl FnMut(&mut dyn FnMut() -> Result<(), B::Error>) -> Result<f64, B::Error>,
+) -> Result<Line, B::Error> {
+    let x = backend.upload(&Rng::new(5).normals(hidden))?;
+    let mut out = backend.alloc::<f32>(hidden)?;
+    let mut time = |k: usize| {
+        let weights = backend.upload(&vec![1.0f32 / k as f32; k])?;
+        let mut times = Vec::with_capacity(RUNS);
+        for run in 0..=RUNS {
+            let mut ids: Vec<u32> = (0..k).map(|i| ((run * k + i) % n) as u32).collect();
+            ids.sort_unstable();
+            let ids = backend.upload(&ids)?;
+            let took = seconds(&mut || {
+                let (x, out) = (rows(&x, hidden), rows_mut(&mut out, hidden));
+                backend.experts(experts, x, &ids, &weights, k, 1, out)
+            })?;
+            if run > 0 {
+                times.push(took);
+            }
+        }
+        Ok(median(times))
+    };
+    let (one, all) = (time(1)?, time(top_k)?);
+    Ok(if top_k == 1 {
+        Line {
+            fixed: 0.0,
+            each: one,
+        }
+    } else {
+        Line::through((1.0, one), (top_k as f64, all))
+    })
+}
+
+/// Copies of 256 KiB and of 64 MiB.
+fn upload<D: Device>(device: &D) -> Result<Line, DeviceError> {
+    let (small, large) = (256 << 10, 64 << 20);
+    let memory = device.allocate(large)?;
+    let data = vec![1u8; large];
+    let time = |n: usize| {
+        let mut times = Vec::new();
+        for _ in 0..5 {
+            let start = Instant::now();
+            device.upload(&memory, 0, &data[..n])?;
+            device.synchronize()?;
+            times.push(start.elapsed().as_secs_f64());
+        }
+        Ok::<_, DeviceError>(median(times))
+    };
+    Ok(Line::through(
+        (small as f64, time(small)?),
+        (large as f64, time(large)?),
+    ))
+}
+
+/// Reads of records as a token would ask for them: several at once, anywhere in the archive.
+fn disk(archive: &Archive) -> Result<Line, CalibrateError> {
+    const THREADS: u64 = 4;
+    const MOST: u64 = 256 << 20;
+    let read_error = |source| CalibrateError::Read {
+        path: archive.path().into(),
+        source,
+    };
+    let file = DirectFile::open(archive.path()).map_err(read_error)?;
+    let record = archive.shape().raw_bytes().next_multiple_of(BLOCK) as u64;
+    let size = record.min(file.len());
+    let blocks = (file.len() - size) / BLOCK as u64 + 1;
+    let mut times = Vec::new();
+    let mut small = Aligned::new(BLOCK);
+    let mut rng = Rng::new(11);
+    for _ in 0..RUNS {
+        let start = Instant::now();
+        let at = rng.bits() % blocks * BLOCK as u64;
+        let n = BLOCK.min((file.len() - at) as usize);
+        black_box(file.read_into(at, n, &mut small).map_err(read_error)?);
+        times.push(start.elapsed().as_secs_f64());
+    }
+    let latency = median(times);
+    let each = (MOST / size / THREADS).clamp(1, 64);
+    let start = Instant::now();
+    std::thread::scope(|s| {
+        let threads: Vec<_> = (0..THREADS)
+            .map(|t| {
+                let file = &file;
+                s.spawn(move || {
+                    let mut rng = Rng::new(13 + t);
+                    let mut buffer = Aligned::new(size as usize + BLOCK);
+                    for _ in 0..each {
+                        let at = rng.bits() % blocks * BLOCK as u64;
+                        black_box(file.read_into(at, size as usize, &mut buffer)?);
+                    }
+                    Ok(())
+                })
+            })
+            .collect();
+        let join = |t: std::thread::ScopedJoinHandle<'_, std::io::Result<()>>| match t.join() {
+            Ok(done) => done,
+            Err(panic) => std::panic::resume_unwind(panic),
+        };
+        threads.into_iter().try_for_each(join)
+    })
+    .map_err(read_error)?;
+    let bytes = (THREADS * each * size) as f64;
+    Ok(Line {
+        fixed: latency,
+        each: start.elapsed().as_secs_f64() / bytes,
+    })
+}
+
+/// Reading what a layer chose, and writing what is to be done about it.
+fn round_trip<D: Device>(backend: &KernelBackend<D>, config: &Config) -> Result<f64, KernelError> {
+    let ids = backend.alloc::<u32>(config.router.top_k)?;
+    let mut plan = backend.alloc::<u32>(64 * config.router.top_k)?;
+    let mut host = vec![0; config.router.top_k];
+    let words = vec![0; 64 * config.router.top_k];
+    let mut times = Vec::new();
+    for _ in 0..3 * RUNS {
+        let start = Instant::now();
+        backend.read(&ids, 0, &mut host)?;
+        backend.write(&mut plan, 0, &words)?;
+        times.push(start.elapsed().as_secs_f64());
+    }
+    Ok(median(times))
+}
+
+/// Launches of a layer that are not its routed experts'.
+const LAUNCHES: f64 = 25.0;
+
+/// The dense part of a token: its bytes at the rate of one large matrix, and its launches.
+fn dense<D: Device>(
+    backend: &KernelBackend<D>,
+    config: &Config,
+    mut seconds: impl FnMut(&mut dyn FnMut() -> Result<(), KernelError>) -> Result<f64, KernelError>,
+) -> Result<f64, KernelError> {
+    let cols = config.hidden;
+    let rows_of = ((256 << 20) / (2 * cols)).min(config.vocab);
+    let weight = backend.alloc::<u16>(rows_of * cols)?;
+    let x = backend.upload(&Rng::new(7).normals(cols))?;
+    let mut out = backend.alloc::<f32>(rows_of)?;
+    let mut times = Vec::new();
+    for _ in 0..RUNS {
+        times.push(seconds(&mut || {
+            let (x, out) = (rows(&x, cols), rows_mut(&mut out, rows_of));
+            backend.linear(x, &weight, rows_of, cols, 1, false, out)
+        })?);
+    }
+    let a_byte = median(times) / (2 * rows_of * cols) as f64;
+    const MANY: usize = 64;
+    let mut times = Vec::new();
+    for _ in 0..RUNS {
+        times.push(seconds(&mut || {
+            (0..MANY).try_for_each(|_| {
+                let (x, out) = (rows(&x, 64), rows_mut(&mut out, 64));
+                backend.add(x, 64, 1, out)
+            })
+        })?);
+    }
+    let a_launch = median(times) / MANY as f64;
+    let launches = LAUNCHES * config.layers.len() as f64;
+    Ok(memory::dense_read(config) as f64 * a_byte + launches * a_launch)
+}

@@ -1,0 +1,71 @@
+//! Where experts go: what is used how often, what each place costs, and which placement takes the
+//! least time (`docs/placement.md`).
+
+pub mod calibrate;
+pub mod cost;
+pub mod memory;
+pub mod planner;
+pub mod profile;
+pub mod reader;
+
+pub use cost::{LayerTime, Line, Rates};
+pub use planner::{Budget, LayerModel, ModelUse, Plan, PlanError, plan};
+pub use profile::Profile;
+
+/// Where an expert lives, from the fastest place to the slowest.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, serde::Serialize)]
+#[repr(usize)]
+pub enum Tier {
+    /// In device memory as int4.
+    #[serde(rename = "vram-hot")]
+    VramHot,
+    /// In device memory as its record; the GPU decodes while it multiplies.
+    #[serde(rename = "vram-ans")]
+    VramAns,
+    /// In host memory as int4; the CPU multiplies.
+    #[serde(rename = "ram-raw")]
+    RamRaw,
+    /// In host memory as its record; copied to the GPU when chosen.
+    #[serde(rename = "ram-ans")]
+    RamAns,
+    /// In the archive alone; read, then as [`Tier::RamAns`].
+    #[serde(rename = "disk-ans")]
+    DiskAns,
+}
+
+/// Number of tiers.
+pub const TIERS: usize = 5;
+
+impl Tier {
+    /// All, in order.
+    pub const ALL: [Tier; TIERS] = [
+        Tier::VramHot,
+        Tier::VramAns,
+        Tier::RamRaw,
+        Tier::RamAns,
+        Tier::DiskAns,
+    ];
+
+    /// As people and `--json` call it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Tier::VramHot => "vram-hot",
+            Tier::VramAns => "vram-ans",
+            Tier::RamRaw => "ram-raw",
+            Tier::RamAns => "ram-ans",
+            Tier::DiskAns => "disk-ans",
+        }
+    }
+}
+
+/// Records that device memory has room for beside those that stay: what one token chooses, four
+/// times, so that a few tokens of a prompt go together.
+pub fn staged(top_k: usize) -> usize {
+    4 * top_k
+}
+
+impl std::fmt::Display for Tier {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.pad(self.name())
+    }
+}

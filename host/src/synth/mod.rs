@@ -1,0 +1,397 @@
+//! Synthetic models: the geometry of real ones, Gaussian weights.
+//!
+//! Such a model computes as the real one does, byte for byte of weights and choice for choice of
+//! experts; what it says means nothing. Routed experts are Gaussian weights through the int4 rule
+//! ([`crate::bench::synth`]); a few of them may stand for all in the archive, whose index names their
+//! records again and again, while whoever loads the model holds each expert by itself. Dense weights
+//! are pieces of one pool of Gaussian numbers, at places that the seed chooses. The router's
+//! correction bias gives the use of experts a chosen skew ([`router`]).
+
+pub mod router;
+mod shapes;
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use rayon::prelude::*;
+use safetensors::tensor::Dtype;
+
+use crate::archive::{Archive, ArchiveError, ExpertSource, PackOptions, Summary, pack};
+use crate::bench::synth::{self, Rng};
+use crate::expert::{ExpertShape, RawMatrix, ScaleKind};
+use crate::interrupt;
+use crate::model::directory::{ARCHIVE_FILE, DENSE_FILE, EXPERTS_KEY, FINGERPRINT_KEY};
+use crate::model::tensors::{Entry, TensorWriter};
+use crate::model::weights::inventory;
+use crate::model::{Config, ModelError, hex};
+use crate::placement::profile::{self, ProfileError};
+pub use router::Skew;
+pub use shapes::Shape;
+
+/// What to make.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// Geometry.
+    pub shape: Shape,
+    /// Layers; by default as many as the real model has.
+    pub layers: Option<usize>,
+    /// Distinct experts, which stand for all.
+    pub distinct: usize,
+    /// Scales of the experts.
+    pub scales: ScaleKind,
+    /// Of all random numbers.
+    pub seed: u64,
+    /// Use of experts; `None`: all alike.
+    pub skew: Option<Skew>,
+    /// A `tokenizer.json` to copy; by default one of single bytes.
+    pub tokenizer: Option<PathBuf>,
+}
+
+/// What was made.
+#[derive(Clone, Debug)]
+pub struct Made {
+    /// Its geometry.
+    pub config: Config,
+    /// Bytes of dense tensors.
+    pub dense_bytes: u64,
+    /// The archive.
+    pub archive: Summary,
+    /// Share of selections that the most used experts of [`Skew::experts`] get, as simulated.
+    pub covered: Option<f64>,
+}
+
+/// Why there is no model.
+#[derive(Debug, thiserror::Error)]
+pub enum SynthError {
+    /// The model's files.
+    #[error(transparent)]
+    Model(#[from] ModelError),
+    /// Its archive.
+    #[error(transparent)]
+    Archive(#[from] ArchiveError),
+    /// Its usage profile.
+    #[error(transparent)]
+    Profile(#[from] ProfileError),
+    /// Options that cannot be met.
+    #[error("{0}")]
+    Options(String),
+}
+
+/// Experts of which the first few stand for all.
+struct Experts {
+    shape: ExpertShape,
+    layers: Vec<u32>,
+    experts: usize,
+    distinct: usize,
+    seed: u64,
+}
+
+impl Experts {
+    fn number(&self, layer: u32, expert: usize) -> Option<usize> {
+        let l = self.layers.binary_search(&layer).ok()?;
+        (expert < self.experts).then_some(l * self.experts + expert)
+    }
+}
+
+impl ExpertSource for Experts {
+    fn shape(&self) -> &ExpertShape {
+        &self.shape
+    }
+
+    fn layers(&self) -> &[u32] {
+        &self.layers
+    }
+
+    fn experts(&self) -> usize {
+        self.experts
+    }
+
+    fn expert(&self, layer: u32, expert: usize) -> Result<[RawMatrix<'_>; 3], ArchiveError> {
+        let Some(i) = self.number(layer, expert) else {
+            return Err(ArchiveError::Missing {
+                path: "synthetic experts".into(),
+                layer,
+                expert,
+            });
+        };
+        let i = (i % self.distinct) as u64;
+        Ok(synth::expert(mix(self.seed, i), &self.shape))
+    }
+
+    fn shared(&self, layer: u32, expert: usize) -> Option<(u32, usize)> {
+        let i = self.number(layer, expert)?;
+        let first = i % self.distinct;
+        let place = (self.layers[first / self.experts], first % self.experts);
+        (first != i).then_some(place)
+    }
+}
+
+/// A seed of its own for part `i`.
+fn mix(seed: u64, i: u64) -> u64 {
+    Rng::new(seed ^ i.wrapping_mul(0x9e37_79b9_7f4a_7c15)).bits()
+}
+
+/// Makes the model directory `to`, which must be new or empty. `progress` gets a phase and how much
+/// of it is done.
+pub fn synthesise(
+    options: &Options,
+    to: &Path,
+    progress: impl Fn(Phase, u64, u64) + Sync,
+) -> Result<Made, SynthError> {
+    let staged = stage(to)?;
+    let dir = staged.path();
+    write(
+        &dir.join("config.json"),
+        options.shape.config(options.layers)?.as_bytes(),
+    )?;
+    let tokenizer = match &options.tokenizer {
+        Some(file) => fs::read(file)
+            .map_err(|e| ModelError::io(file, e, "give a tokenizer.json (--tokenizer)"))?,
+        None => shapes::byte_tokenizer().into_bytes(),
+    };
+    write(&dir.join("tokenizer.json"), &tokenizer)?;
+    let config = Config::read(dir)?;
+    // Refused here rather than after all is written.
+    crate::tokenizer::Tokenizer::read(dir, &config)?;
+
+    let layers: Vec<u32> = config.sparse_layers().map(|l| l as u32).collect();
+    let all = layers.len() * config.router.experts;
+    if options.distinct == 0 || options.distinct > all {
+        return Err(SynthError::Options(format!(
+            "--distinct-experts {}: expected 1 to {all}, the experts of the model",
+            options.distinct
+        )));
+    }
+    let experts = Experts {
+        shape: config.expert_shape(options.scales),
+        layers,
+        experts: config.router.experts,
+        distinct: options.distinct,
+        seed: mix(options.seed, u64::MAX),
+    };
+    let file = dir.join(ARCHIVE_FILE);
+    let done = std::sync::atomic::AtomicU64::new(0);
+    let summary = pack(
+        &experts,
+        &PackOptions::default(),
+        &file,
+        |_| {
+            let done = done.fetch_add(1, std::sync::atomic::Ordering::Relaxed) + 1;
+            progress(Phase::Experts, done, 2 * all as u64);
+        },
+        interrupt::requested,
+    )?;
+    let archive = Archive::open(&file)?;
+
+    let routing = router::routing(&config.router, options.skew, mix(options.seed, 1))
+        .map_err(SynthError::Options)?;
+    let usage = router::usage(&routing, &experts.layers, options.seed);
+    usage.write(&dir.join(profile::FILE))?;
+
+    let fingerprint = hex(archive.fingerprint());
+    let metadata = [
+        ("format", "pt"),
+        (EXPERTS_KEY, options.scales.name()),
+        (FINGERPRINT_KEY, &fingerprint),
+    ];
+    let dense_bytes = write_dense(dir, &config, &metadata, options, &routing, |done, all| {
+        progress(Phase::Dense, done, all);
+    })?;
+    staged.commit()?;
+    Ok(Made {
+        config,
+        dense_bytes,
+        archive: summary,
+        covered: routing.covered,
+    })
+}
+
+/// Part of the work.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Phase {
+    /// Experts, counted and coded.
+    Experts,
+    /// Bytes of dense tensors.
+    Dense,
+}
+
+fn write(file: &Path, bytes: &[u8]) -> Result<(), ModelError> {
+    fs::write(file, bytes).map_err(|e| ModelError::io(file, e, "check the space left on the disk"))
+}
+
+/// A directory that takes its final name when it is whole, and vanishes otherwise.
+struct Staged {
+    dir: tempfile::TempDir,
+    to: PathBuf,
+}
+
+fn stage(to: &Path) -> Result<Staged, ModelError> {
+    let taken = match fs::read_dir(to) {
+        Ok(mut entries) => entries.next().is_some(),
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => false,
+        Err(e) => return Err(ModelError::io(to, e, "choose another --to directory")),
+    };
+    if taken {
+        return Err(ModelError::field(
+            to,
+            "directory",
+            "a new or empty one",
+            "files",
+            "choose another --to directory",
+        ));
+    }
+    let parent = match to.parent() {
+        Some(p) if p != Path::new("") => p,
+        _ => Path::new("."),
+    };
+    let make = || {
+        fs::create_dir_all(parent)?;
+        tempfile::Builder::new()
+            .prefix(".synth-")
+            .tempdir_in(parent)
+    };
+    let dir = make()
+        .map_err(|e| ModelError::io(parent, e, "choose a --to directory that can be written"))?;
+    Ok(Staged { dir, to: to.into() })
+}
+
+impl Staged {
+    fn path(&self) -> &Path {
+        self.dir.path()
+    }
+
+    fn commit(self) -> Result<(), ModelError> {
+        let fail = |e| ModelError::io(&self.to, e, "check permissions of the directory above");
+        #[cfg(unix)]
+        {
+            use std::os::unix::fs::PermissionsExt;
+            let mode = fs::Permissions::from_mode(0o755);
+            fs::set_permissions(self.dir.path(), mode).map_err(fail)?;
+        }
+        fs::rename(self.dir.path(), &self.to).map_err(fail)?;
+        let _ = self.dir.keep(); // renamed away: nothing left to remove under that name
+        Ok(())
+    }
+}
+
+/// Numbers of the pool: 8 MiB as bf16, which second-level caches hold in part.
+const POOL: usize = 1 << 22;
+/// Numbers taken from one place of the pool.
+const PIECE: usize = 1 << 12;
+
+/// What a dense tensor is filled with.
+enum Fill<'a> {
+    /// Gaussian numbers.
+    Normal(f64),
+    /// One number.
+    Constant(f32),
+    /// f32, as they are.
+    Given(&'a [f32]),
+}
+
+/// How a tensor is filled. Matrices have the standard deviation 0.02 of the published initialiser;
+/// what writes to the residual stream has less, so that it does not grow with depth; embeddings have
+/// 1, so that tokens differ.
+fn fill<'a>(name: &str, layers: usize, bias: &'a [f32], router: f64) -> Fill<'a> {
+    let ends = |s: &str| name.ends_with(s);
+    if ends("e_score_correction_bias") {
+        Fill::Given(bias)
+    } else if ends("mlp.gate.weight") {
+        Fill::Normal(router)
+    } else if ends("norm.weight") {
+        Fill::Constant(1.0)
+    } else if ends(".bias") {
+        Fill::Constant(0.0)
+    } else if ends("embed_tokens.weight") {
+        Fill::Normal(1.0)
+    } else if ends("o_proj.weight") || ends("down_proj.weight") {
+        Fill::Normal(0.02 / (2.0 * layers as f64).sqrt())
+    } else {
+        Fill::Normal(0.02)
+    }
+}
+
+fn write_dense(
+    dir: &Path,
+    config: &Config,
+    metadata: &[(&str, &str)],
+    options: &Options,
+    routing: &router::Routing,
+    mut progress: impl FnMut(u64, u64),
+) -> Result<u64, SynthError> {
+    let mut tensors = inventory(config);
+    let is_bias = |name: &str| name.ends_with("e_score_correction_bias");
+    // Wide elements first: every tensor then starts at a multiple of its element size.
+    tensors.sort_by_key(|(name, _)| !is_bias(name));
+    let entries: Vec<Entry> = tensors
+        .iter()
+        .map(|(name, shape)| {
+            let wide = is_bias(name);
+            Entry {
+                name: name.clone(),
+                dtype: if wide { Dtype::F32 } else { Dtype::BF16 },
+                shape: shape.clone(),
+                bytes: shape.iter().product::<usize>() * if wide { 4 } else { 2 },
+            }
+        })
+        .collect();
+    let all: u64 = entries.iter().map(|e| e.bytes as u64).sum();
+    let pool = pool(mix(options.seed, 2));
+    let mut scaled: (f64, Vec<u16>) = (f64::NAN, Vec::new());
+    let router_sigma = router::LOGIT_SIGMA / (config.hidden as f64).sqrt();
+    let mut out = TensorWriter::create(&dir.join(DENSE_FILE), entries.clone(), metadata)?;
+    let mut done = 0;
+    for (i, (entry, (name, _))) in entries.iter().zip(&tensors).enumerate() {
+        let layer = name
+            .strip_prefix("model.layers.")
+            .and_then(|s| s.split('.').next());
+        let layer = layer.and_then(|l| l.parse::<u32>().ok()).unwrap_or(0);
+        let bias = if is_bias(name) {
+            routing.bias_of(layer, options.seed)
+        } else {
+            Vec::new()
+        };
+        match fill(name, config.layers.len(), &bias, router_sigma) {
+            Fill::Given(values) => {
+                let bytes: Vec<u8> = values.iter().flat_map(|v| v.to_le_bytes()).collect();
+                out.write(&bytes)?;
+            }
+            Fill::Constant(value) => {
+                let one = half::bf16::from_f32(value).to_le_bytes();
+                out.write(&one.repeat(entry.bytes / 2))?;
+            }
+            Fill::Normal(sigma) => {
+                if scaled.0 != sigma {
+                    let narrow = |x: &f32| half::bf16::from_f64(f64::from(*x) * sigma).to_bits();
+                    scaled = (sigma, pool.par_iter().map(narrow).collect());
+                }
+                let mut places = Rng::new(mix(options.seed, 1000 + i as u64));
+                out.write_parts(|part| {
+                    for piece in part.chunks_mut(2 * PIECE) {
+                        let at = (places.bits() % (POOL - PIECE) as u64) as usize;
+                        let from = &scaled.1[at..at + piece.len() / 2];
+                        for (to, x) in piece.as_chunks_mut::<2>().0.iter_mut().zip(from) {
+                            *to = x.to_le_bytes();
+                        }
+                    }
+                })?;
+            }
+        }
+        done += entry.bytes as u64;
+        progress(done, all);
+        if interrupt::requested() {
+            return Err(ModelError::Interrupted.into());
+        }
+    }
+    out.finish()?;
+    Ok(all)
+}
+
+/// Standard normal numbers.
+fn pool(seed: u64) -> Vec<f32> {
+    const RUN: usize = 1 << 16;
+    (0..POOL / RUN)
+        .into_par_iter()
+        .flat_map_iter(|i| Rng::new(mix(seed, i as u64)).normals(RUN))
+        .collect()
+}

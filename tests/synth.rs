@@ -1,0 +1,228 @@
+//! `host synth` as a user runs it, and what the other commands make of its models.
+
+use std::fs;
+use std::path::Path;
+
+use assert_cmd::Command;
+use predicates::prelude::*;
+use predicates::str::{contains, is_empty};
+use serde_json::Value;
+
+fn host(args: &[&dyn AsRef<std::ffi::OsStr>]) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_host"));
+    command.args(args);
+    command
+}
+
+fn tiny(to: &Path, more: &[&str]) -> assert_cmd::assert::Assert {
+    let mut command = host(&[&"synth", &"--shape", &"tiny", &"--to", &to]);
+    command.args(more).assert()
+}
+
+fn files(dir: &Path) -> Vec<(String, Vec<u8>)> {
+    let mut files: Vec<_> = fs::read_dir(dir)
+        .unwrap()
+        .map(|f| f.unwrap())
+        .map(|f| {
+            let name = f.file_name().into_string().unwrap();
+            (name, fs::read(f.path()).unwrap())
+        })
+        .collect();
+    files.sort();
+    files
+}
+
+#[test]
+fn a_synthetic_model_runs() {
+    let dir = tempfile::tempdir().unwrap();
+    let model = dir.path().join("model");
+    tiny(&model, &["--distinct-experts", "5"])
+        .success()
+        .stdout(is_empty())
+        .stderr(contains("5 distinct experts").and(contains("48% most used experts cover 8")));
+    let archive = model.join("experts.ansx");
+    let json = |args: &[&dyn AsRef<std::ffi::OsStr>]| -> Value {
+        let out = host(args).assert().success().get_output().stdout.clone();
+        serde_json::from_slice(&out).unwrap()
+    };
+    assert_eq!(
+        json(&[&"verify", &archive, &"-m", &model, &"--json"])["records"],
+        5
+    );
+    assert_eq!(json(&[&"inspect", &archive, &"--json"])["records"], 5);
+    let run = |device: &str, tier: &str| {
+        json(&[
+            &"generate",
+            &"-m",
+            &model,
+            &"-p",
+            &"Hello",
+            &"-n",
+            &"6",
+            &"--temp",
+            &"0",
+            &"--device",
+            &device,
+            &"--tier",
+            &tier,
+            &"--ignore-eos",
+            &"--json",
+        ])
+    };
+    let cpu = run("cpu", "ans");
+    // The prefix and five bytes.
+    assert_eq!(cpu["prompt_ids"].as_array().unwrap().len(), 7);
+    assert_eq!(cpu["token_ids"].as_array().unwrap().len(), 6);
+    assert_eq!(cpu["placement"]["tiers"][0]["experts"], 3 * 32);
+    assert_eq!(run("cpu", "raw")["token_ids"], cpu["token_ids"]);
+    assert_eq!(run("reference", "ans")["token_ids"], cpu["token_ids"]);
+    // Text that is no text: the tokens are random, and so bytes.
+    host(&[
+        &"generate",
+        &"-m",
+        &model,
+        &"-p",
+        &"Hi",
+        &"-n",
+        &"3",
+        &"-s",
+        &"1",
+    ])
+    .assert()
+    .success();
+}
+
+#[test]
+fn a_plan_is_made_and_rates_are_kept() {
+    let dir = tempfile::tempdir().unwrap();
+    let model = dir.path().join("model");
+    tiny(&model, &[]).success();
+    let plan = |more: &[&str]| {
+        let mut command = host(&[&"plan", &"-m", &model, &"--device", &"emulator"]);
+        command.env("XDG_CACHE_HOME", dir.path().join("cache"));
+        if !more.contains(&"-c") {
+            command.args(["-c", "64"]);
+        }
+        command.args(more).assert()
+    };
+    let rates = dir.path().join("rates.json");
+    let save = rates.to_str().unwrap();
+    plan(&["--save-rates", save])
+        .success()
+        .stdout(contains("vram-hot").and(contains("bottleneck")))
+        .stderr(contains("measured: "));
+    // The second time what was measured is kept.
+    plan(&[]).success().stderr(is_empty());
+    plan(&["--calibrate"])
+        .success()
+        .stderr(contains("measured: "));
+    let json = |more: &[&str]| -> Value {
+        let out = plan(more).success().get_output().stdout.clone();
+        serde_json::from_slice(&out).unwrap()
+    };
+    let with = ["--rates", save, "--json"];
+    let all = json(&with);
+    assert_eq!(all["profile"], model.join("usage.txt").to_str().unwrap());
+    let fixed: u64 = all["fixed"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|f| f["vram"].as_u64().unwrap())
+        .sum();
+    // A little device memory, a little host memory: the rest stays on disk.
+    let vram = (fixed + (2 << 20)).to_string();
+    let little = json(&[&with[..], &["--vram-budget", &vram, "--ram-budget", "200K"]].concat());
+    let p = &little["plan"];
+    let experts = |p: &Value| -> Vec<u64> {
+        let table = p["table"].as_array().unwrap();
+        table
+            .iter()
+            .map(|t| t["experts"].as_u64().unwrap())
+            .collect()
+    };
+    assert_eq!(experts(p).iter().sum::<u64>(), 96);
+    assert!(experts(p)[4] > 0, "{p}");
+    assert!(p["token"].as_f64().unwrap() <= p["greedy"].as_f64().unwrap() + 1e-12);
+    assert!(p["vram"].as_u64().unwrap() <= 2 << 20);
+    assert!(p["ram"].as_u64().unwrap() <= 200_000);
+    assert_eq!(experts(&all["plan"])[4], 0);
+
+    let fails = |more: &[&str], what: &str| {
+        plan(&[&["--rates", save], more].concat())
+            .code(1)
+            .stdout(is_empty())
+            .stderr(contains(what).and(predicate::function(|s: &str| s.lines().count() == 1)));
+    };
+    fails(&["--vram-budget", "1M"], "hold no model whose dense part");
+    fails(&["-c", "513"], "-c 513: expected 1 to 512");
+    let other = dir.path().join("other.txt");
+    fs::write(&other, "9 0 1\n").unwrap();
+    fails(
+        &["--profile", other.to_str().unwrap()],
+        "layer 9, expert 0: the model has 4 layers",
+    );
+    fs::write(&other, "nonsense\n").unwrap();
+    fails(
+        &["--profile", other.to_str().unwrap()],
+        "line 1: expected layer, expert and count",
+    );
+    fs::write(&rates, "{}").unwrap();
+    fails(&[], "delete it to measure again");
+    plan(&["--vram-budget", "lots"]).code(2);
+}
+
+#[test]
+fn the_seed_decides() {
+    let dir = tempfile::tempdir().unwrap();
+    let made = |name: &str, more: &[&str]| {
+        let to = dir.path().join(name);
+        tiny(&to, more).success();
+        files(&to)
+    };
+    let first = made("a", &["--seed", "7"]);
+    let names: Vec<&str> = first.iter().map(|(name, _)| name.as_str()).collect();
+    let all = [
+        "config.json",
+        "dense.safetensors",
+        "experts.ansx",
+        "tokenizer.json",
+        "usage.txt",
+    ];
+    assert_eq!(names, all);
+    assert!(made("b", &["--seed", "7"]) == first);
+    let other = made("c", &["--seed", "8"]);
+    for i in [1, 2, 4] {
+        assert!(other[i] != first[i], "{}", first[i].0);
+    }
+    let even = made(
+        "d",
+        &["--skew", "none", "--layers", "2", "--experts", "int4-g64"],
+    );
+    let usage = String::from_utf8(even[4].1.clone()).unwrap();
+    assert!(usage.starts_with("# ansatz usage 1\n# tokens 2048\n1 0 "));
+    assert_eq!(usage.lines().count(), 2 + 32);
+}
+
+#[test]
+fn what_cannot_be_is_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let to = dir.path().join("model");
+    let fails = |more: &[&str], what: &str| {
+        tiny(&to, more)
+            .code(1)
+            .stdout(is_empty())
+            .stderr(contains(what).and(predicate::function(|s: &str| s.lines().count() == 1)));
+    };
+    fails(&["--layers", "1"], "--layers 1: expected at least 2");
+    fails(&["--distinct-experts", "0"], "expected 1 to 96");
+    fails(&["--distinct-experts", "97"], "expected 1 to 96");
+    fails(&["--skew", "0.01:0.9"], "--skew 0.01:0.9: expected");
+    fails(&["--tokenizer", "/nonexistent"], "give a tokenizer.json");
+    tiny(&to, &["--skew", "much"]).code(2);
+    // Nothing is left behind.
+    assert_eq!(fs::read_dir(&dir).unwrap().count(), 0);
+    fs::create_dir(&to).unwrap();
+    fs::write(to.join("precious"), "").unwrap();
+    fails(&[], "expected a new or empty one");
+    assert_eq!(files(&to).len(), 1);
+}
