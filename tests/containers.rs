@@ -7,14 +7,19 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use assert_cmd::Command;
-use host::expert::{MatrixKind, ScaleKind};
-use host::model::Config;
+use host::backend::cpu::Cpu;
+use host::backend::kernels::{EmulatedDevice, KernelBackend};
+use host::backend::reference::Reference;
+use host::expert::{Form, MatrixKind, ScaleKind};
 use host::model::directory::{RawExperts, expert_tensor};
+use host::model::{Config, Model, Source, Wanted};
+use host::sample::greedy;
 use predicates::prelude::*;
 use predicates::str::{contains, is_empty};
 use safetensors::SafeTensors;
 use safetensors::tensor::{Dtype, TensorView};
 use serde_json::{Value, json};
+use support::deviation;
 
 type Tensors = BTreeMap<String, (Dtype, Vec<usize>, Vec<u8>)>;
 
@@ -282,6 +287,63 @@ fn wide_groups_are_spread() {
             }
         }
     }
+}
+
+#[test]
+fn quantised_dense_parts_give_the_tokens_of_transformers() {
+    let dir = container(&tensors(As::Int4(usize::MAX), As::Int8Row), None);
+    let oracle = support::oracle_file("tiny-dsa-int8");
+    let config = Config::read(dir.path()).unwrap();
+    let source = Source::open(dir.path(), &config, None).unwrap();
+    let load = |b| Model::load(b, dir.path(), config.clone(), &source, Form::Fused, |_| ());
+    let model = load(Cpu::new().unwrap()).unwrap();
+    for case in &oracle.cases {
+        let n = case.input_ids.len();
+        let mut session = model.session(n + case.greedy.len(), Wanted::Last).unwrap();
+        let mut logits = model
+            .forward(&mut session, &case.input_ids, Wanted::Last)
+            .unwrap();
+        let d = deviation(&logits, &case.last_logits);
+        eprintln!("{n} tokens: rms {d:.2e}");
+        assert!(d < 1e-3, "{n} tokens: {d:e}");
+        for (token, margin) in case.greedy.iter().zip(&case.greedy_margin) {
+            assert!(greedy(&logits) == *token || *margin < 0.01, "{margin}");
+            logits = model
+                .forward(&mut session, &[*token], Wanted::Last)
+                .unwrap();
+        }
+    }
+    // Integers and row scales go their own ways, so nothing was rounded; bits are the same.
+    assert_eq!(model.rounded(), 0);
+    let bits = |logits: Vec<f32>| -> Vec<u32> { logits.iter().map(|x| x.to_bits()).collect() };
+    let ids: Vec<u32> = (0..20).map(|i| (i * 97 + 5) % 512).collect();
+    let mut session = model.session(20, Wanted::All).unwrap();
+    let want = bits(model.forward(&mut session, &ids, Wanted::All).unwrap());
+    let model = Model::load(
+        Reference,
+        dir.path(),
+        config.clone(),
+        &source,
+        Form::Fused,
+        |_| (),
+    )
+    .unwrap();
+    let mut session = model.session(20, Wanted::All).unwrap();
+    let got = bits(model.forward(&mut session, &ids, Wanted::All).unwrap());
+    assert_eq!(got, want);
+    let emulator = KernelBackend::new(EmulatedDevice::default()).unwrap();
+    let model = Model::load(
+        emulator,
+        dir.path(),
+        config.clone(),
+        &source,
+        Form::Fused,
+        |_| (),
+    )
+    .unwrap();
+    let mut session = model.session(20, Wanted::All).unwrap();
+    let got = bits(model.forward(&mut session, &ids, Wanted::All).unwrap());
+    assert_eq!(got, want);
 }
 
 /// One line that names the fault, whatever the command, and nothing on stdout.

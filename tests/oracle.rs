@@ -108,6 +108,35 @@ fn tiny_g64() {
     compare(Reference, &dir, "tiny-dsa", ScaleKind::G64, 3);
 }
 
+/// Latent attention without an indexer; grouped-query attention with a softmax router.
+#[test]
+fn families() {
+    for name in ["tiny-lite", "tiny-qwen3"] {
+        let made = converted(name, ScaleKind::Row).unwrap();
+        let dir = made.path().join("model");
+        compare(cpu(), &dir, name, ScaleKind::Row, usize::MAX);
+        compare(Reference, &dir, name, ScaleKind::Row, 3);
+        cuda_compare(&dir, name, ScaleKind::Row);
+        // The kernels give the CPU's bits.
+        let ids: Vec<u32> = (0..9).map(|i| (i * 53 + 5) % 256).collect();
+        let cpu = logits(cpu(), &dir, &ids);
+        assert_eq!(logits(Reference, &dir, &ids), cpu, "{name}");
+        let emulator = suite::emulator().unwrap();
+        assert_eq!(logits(emulator, &dir, &ids), cpu, "{name}");
+    }
+}
+
+/// Bits of all tokens' logits, the first five in one batch.
+fn logits<B: LoadExperts>(backend: B, dir: &Path, ids: &[u32]) -> Vec<u32> {
+    let model = model(backend, dir);
+    let mut session = model.session(ids.len(), Wanted::All).unwrap();
+    let mut out = Vec::new();
+    for part in [&ids[..5], &ids[5..6], &ids[6..]] {
+        out.extend(model.forward(&mut session, part, Wanted::All).unwrap());
+    }
+    out.iter().map(|x| x.to_bits()).collect()
+}
+
 #[test]
 fn sotu_row() {
     let dir = default_directory().expect("models/sotu-row of the repository");

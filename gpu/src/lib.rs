@@ -47,4 +47,5 @@ pub mod quantise;
 pub mod rans;
 pub mod rope;
 pub mod route;
+pub mod scale;
 pub mod silu;

@@ -1,6 +1,7 @@
-//! The sigmoid router: the experts of a token and their weights.
+//! The router: the experts of a token and their weights.
 //!
-//! `s = sigmoid(logit)`, choice by `s + bias`, of equal values the lowest expert; where experts form
+//! `s = sigmoid(logit)`, or with [`SOFTMAX`] `s = e / sum(e)` of `e = exp(logit - max)`, summed by
+//! ascending expert. Choice by `s + bias`, of equal values the lowest expert; where experts form
 //! groups only the `top_groups` groups count whose two best choices have the largest sums. Weights
 //! are the chosen `s` by ascending expert, divided by (their sum + 1e-20) with [`NORMALISE`], times
 //! `scaling`.
@@ -17,10 +18,12 @@ use cuda_std::mem::{Global, GlobalMut, Slice};
 use cuda_std::shared::Shared;
 use cuda_std::{kernel, thread, warp};
 
-use crate::arith::{order_key, sigmoid};
+use crate::arith::{exp, order_key, sigmoid};
 
 /// Flag: divide by the sum of the chosen.
 pub const NORMALISE: u32 = 1;
+/// Flag: softmax over all experts instead of the logistic function of each.
+pub const SOFTMAX: u32 = 2;
 
 /// Arguments. Grid: `[tokens, 1, 1]`, 32 threads, dynamic shared memory [`shared_bytes`].
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
@@ -44,7 +47,7 @@ pub struct RouteArgs {
     pub groups: u32,
     /// Groups that stay.
     pub top_groups: u32,
-    /// [`NORMALISE`].
+    /// [`NORMALISE`], [`SOFTMAX`].
     pub flags: u32,
     /// `routed_scaling_factor`.
     pub scaling: f32,
@@ -99,9 +102,37 @@ pub unsafe fn route(args: RouteArgs) {
     let token = thread::block_idx_x();
     let lane = warp::lane_id();
 
+    let row = token * args.logit_stride;
+    let (mut top, mut total) = (0.0, 1.0);
+    if args.flags & SOFTMAX != 0 {
+        let mut key = 0;
+        let mut e = lane;
+        while e < n {
+            key = key.max(order_key(logits.load(row + e)));
+            e += 32;
+        }
+        top = value(warp::reduce_max_u32(key));
+        let mut e = lane;
+        while e < n {
+            s.store(e, exp(logits.load(row + e) - top));
+            e += 32;
+        }
+        warp::sync_warp();
+        total = 0.0;
+        for e in 0..n {
+            total += s.load(e);
+        }
+        warp::sync_warp();
+    }
+
     let mut e = lane;
     while e < n {
-        let v = sigmoid(logits.load(token * args.logit_stride + e));
+        let x = logits.load(row + e);
+        let v = if args.flags & SOFTMAX != 0 {
+            exp(x - top) / total
+        } else {
+            sigmoid(x)
+        };
         s.store(e, v);
         keys.store(e, order_key(v + bias.load_nc(e)));
         chosen.store(e, 0);

@@ -208,7 +208,7 @@ macro_rules! case {
 macro_rules! suite {
     ($($name:ident = $make:expr;)*) => {$(
         mod $name {
-            $crate::suite!(@tests $make, ops: embed norms elementwise linear rope latent attention index route);
+            $crate::suite!(@tests $make, ops: embed norms elementwise scale linear rope latent attention index route);
             $crate::suite!(@tests $make, experts: raw_experts coded_experts mixed_codecs);
         }
     )*};

@@ -1,6 +1,6 @@
 //! The operators between the experts.
 
-use host::backend::{Attend, Backend, Index, LoadExperts, Mla, Router};
+use host::backend::{Attend, Backend, Index, LoadExperts, Mla, Router, Scoring};
 
 use super::{At, Rng, rows, rows_mut};
 use crate::case;
@@ -63,6 +63,28 @@ pub fn elementwise<B: LoadExperts>(b: &B) {
                 let x = be.upload(x)?;
                 be.add(rows(&x, *at), dims[0], dims[1], rows_mut(out, *at))
             });
+        }
+    }
+}
+
+pub fn scale<B: LoadExperts>(b: &B) {
+    let mut rng = Rng::fresh();
+    for cols in [1, 255, 256, 257, 1000] {
+        for tokens in TOKENS {
+            for (by_id, add) in [(false, false), (false, true), (true, false), (true, true)] {
+                let (from, to) = (At::new(cols, false), At::new(cols, true));
+                let x = rng.f32s(from.len(tokens));
+                let scales = rng.f32s(if by_id { 7 } else { cols });
+                let ids: Vec<u32> = (0..tokens).map(|_| rng.below(7) as u32).collect();
+                let dims = [cols, tokens];
+                case!(b, format!("scale {dims:?}, by id {by_id}, add {add}"), to.len(tokens),
+                    [x: Vec<f32>, scales: Vec<f32>, ids: Vec<u32>, from: At, to: At,
+                     dims: [usize; 2], by_id: bool, add: bool], |be, out| {
+                    let (x, scales, ids) = (be.upload(x)?, be.upload(scales)?, be.upload(ids)?);
+                    let ids = by_id.then_some(&ids);
+                    be.scale(rows(&x, *from), &scales, ids, dims[0], dims[1], *add, rows_mut(out, *to))
+                });
+            }
         }
     }
 }
@@ -340,8 +362,13 @@ pub fn route<B: LoadExperts>(b: &B) {
     ] {
         // 70 tokens of 256 experts are enough for a CPU's threads.
         for tokens in TOKENS.into_iter().chain((groups == 8).then_some(70)) {
-            for normalise in [false, true] {
+            for (normalise, scoring) in [
+                (false, Scoring::Sigmoid),
+                (true, Scoring::Sigmoid),
+                (true, Scoring::Softmax),
+            ] {
                 let router = Router {
+                    scoring,
                     experts,
                     top_k,
                     groups,

@@ -26,9 +26,11 @@ pub fn shared() -> Option<PathBuf> {
 
 /// A model directory made from a checkpoint; `None`, loudly, where the checkpoint is not here.
 pub fn converted(model: &str, scales: ScaleKind) -> Option<tempfile::TempDir> {
-    let checkpoint = match model {
-        "tiny-dsa" => data().join("tiny-dsa-hf"),
-        _ => match shared() {
+    let here = data().join(format!("{model}-hf"));
+    let checkpoint = if here.is_dir() {
+        here
+    } else {
+        match shared() {
             Some(dir) => dir.join("models").join(format!("{model}-hf")),
             None => {
                 eprintln!(
@@ -36,7 +38,7 @@ pub fn converted(model: &str, scales: ScaleKind) -> Option<tempfile::TempDir> {
                 );
                 return None;
             }
-        },
+        }
     };
     let dir = tempfile::tempdir().unwrap();
     convert(

@@ -116,9 +116,20 @@ pub enum Attend<'a, B> {
     },
 }
 
+/// What a router makes of its logits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Scoring {
+    /// The logistic function of each.
+    Sigmoid,
+    /// Softmax over all experts.
+    Softmax,
+}
+
 /// How a layer's router chooses.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Router {
+    /// Scores.
+    pub scoring: Scoring,
     /// Experts of the layer.
     pub experts: usize,
     /// Experts a token goes to.
@@ -302,7 +313,8 @@ pub trait Backend {
         lists: &mut Self::Buf<u32>,
     ) -> Result<(), Self::Error>;
 
-    /// Sigmoid router: `s = sigmoid(logit)`, choice by `s + bias` (of equal values the lowest
+    /// Router: `s = sigmoid(logit)`, or `s = e / sum of e by ascending expert from +0` of
+    /// `e = exp(logit - largest logit)`; choice by `s + bias` (of equal values the lowest
     /// expert), limited to the `top_groups` groups with the largest sum of their two best choices
     /// (best + second best; of equal sums the lowest group);
     /// weights are the chosen `s`, by ascending expert divided by (their sum from +0, plus 1e-20)
@@ -330,6 +342,21 @@ pub trait Backend {
         weights: &Self::Buf<f32>,
         top_k: usize,
         tokens: usize,
+        out: RowsMut<'_, Self::Buf<f32>>,
+    ) -> Result<(), Self::Error>;
+
+    /// `out[t][c] = x[t][c] * scales[i]`, plus what was there where `add` (product and sum rounded
+    /// each); `i` is the column, or `ids[t]` where there are ids. Scales of weight rows are applied
+    /// so to what [`Backend::linear`] and [`Backend::embed`] gave for the unscaled integers.
+    #[allow(clippy::too_many_arguments)]
+    fn scale(
+        &self,
+        x: Rows<'_, Self::Buf<f32>>,
+        scales: &Self::Buf<f32>,
+        ids: Option<&Self::Buf<u32>>,
+        cols: usize,
+        tokens: usize,
+        add: bool,
         out: RowsMut<'_, Self::Buf<f32>>,
     ) -> Result<(), Self::Error>;
 

@@ -7,7 +7,9 @@ use gpu::arith::{self, plain};
 use gpu::layout::Folds;
 use thiserror::Error;
 
-use super::{Attend, Backend, Index, LayerExperts, LoadExperts, Mla, Router, Rows, RowsMut};
+use super::{
+    Attend, Backend, Index, LayerExperts, LoadExperts, Mla, Router, Rows, RowsMut, Scoring,
+};
 use crate::expert::{ExpertShape, Form, MatrixKind, RawMatrix, ScaleKind};
 
 /// What the reference refuses.
@@ -69,6 +71,22 @@ pub struct Reference;
 pub struct Experts {
     shape: ExpertShape,
     matrices: Vec<[RawMatrix<'static>; 3]>,
+}
+
+/// Scores of one token's router logits.
+pub(super) fn scores(scoring: Scoring, logits: &[f32]) -> Vec<f32> {
+    match scoring {
+        Scoring::Sigmoid => logits.iter().map(|x| arith::sigmoid(*x)).collect(),
+        Scoring::Softmax => {
+            let top = logits.iter().fold(f32::NEG_INFINITY, |m, x| m.max(*x));
+            let e: Vec<f32> = logits.iter().map(|x| arith::exp(x - top)).collect();
+            let mut sum = 0.0;
+            for e in &e {
+                sum += e;
+            }
+            e.iter().map(|e| e / sum).collect()
+        }
+    }
 }
 
 fn slice<T>(buf: &[T], start: usize, len: usize) -> Result<&[T]> {
@@ -493,11 +511,7 @@ impl Backend for Reference {
         let n = router.experts;
         let bias = slice(bias, 0, n)?;
         for t in 0..tokens {
-            let s: Vec<f32> = logits
-                .row(t, n)?
-                .iter()
-                .map(|x| arith::sigmoid(*x))
-                .collect();
+            let s = scores(router.scoring, logits.row(t, n)?);
             let mut choice: Vec<f32> = s.iter().zip(bias).map(|(s, b)| s + b).collect();
             if router.groups > 1 {
                 let size = n / router.groups;
@@ -575,6 +589,31 @@ impl Backend for Reference {
                 }
             }
             out.row(t, shape.hidden)?.copy_from_slice(&acc);
+        }
+        Ok(())
+    }
+
+    fn scale(
+        &self,
+        x: Rows<'_, Vec<f32>>,
+        scales: &Vec<f32>,
+        ids: Option<&Vec<u32>>,
+        cols: usize,
+        tokens: usize,
+        add: bool,
+        mut out: RowsMut<'_, Vec<f32>>,
+    ) -> Result<()> {
+        for t in 0..tokens {
+            let x = x.row(t, cols)?;
+            let id = match ids {
+                Some(ids) => Some(slice(ids, t, 1)?[0] as usize),
+                None => None,
+            };
+            let out = out.row(t, cols)?;
+            for c in 0..cols {
+                let product = x[c] * slice(scales, id.unwrap_or(c), 1)?[0];
+                out[c] = if add { out[c] + product } else { product };
+            }
         }
         Ok(())
     }
@@ -685,6 +724,7 @@ mod tests {
     #[test]
     fn router_keeps_the_best_groups() {
         let router = Router {
+            scoring: Scoring::Sigmoid,
             experts: 6,
             top_k: 2,
             groups: 3,

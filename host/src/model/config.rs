@@ -1,7 +1,6 @@
-//! `config.json` and `generation_config.json` of `glm_moe_dsa` models.
+//! `config.json` and `generation_config.json`: what families have in common.
 //!
-//! Names and defaults are those of Hugging Face transformers' `GlmMoeDsaConfig`. What the forward
-//! pass does not compute is refused here, by name.
+//! What the forward pass does not compute is refused here, by name.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -9,7 +8,9 @@ use std::path::{Path, PathBuf};
 use serde_json::{Map, Value};
 
 use super::error::ModelError;
-use crate::backend::{Index, Mla, Router};
+use super::family;
+use super::family::qwen3_moe::Dimensions;
+use crate::backend::{Index, Mla, Router, Scoring};
 use crate::expert::{ExpertShape, ScaleKind};
 
 /// Epsilon of the norms inside attention and indexer, whatever `rms_norm_eps` is.
@@ -18,7 +19,7 @@ pub const INNER_EPS: f32 = 1e-6;
 /// No dimension is larger; keeps products of three within 64 bits.
 const MAX_DIMENSION: usize = 1 << 20;
 
-const UNSUPPORTED: &str = "this variant of glm_moe_dsa is not supported";
+const UNSUPPORTED: &str = "models of this kind are not supported";
 const DAMAGED: &str = "take the file from the model's publisher again";
 
 /// Geometry and constants of a model.
@@ -32,9 +33,9 @@ pub struct Config {
     pub intermediate: usize,
     /// `moe_intermediate_size`.
     pub moe_intermediate: usize,
-    /// `moe_intermediate_size * n_shared_experts`.
+    /// `moe_intermediate_size * n_shared_experts`; 0 where there is no shared expert.
     pub shared_intermediate: usize,
-    /// `q_lora_rank`.
+    /// `q_lora_rank`; 0 where attention is not latent.
     pub q_lora: usize,
     /// `rms_norm_eps`.
     pub eps: f32,
@@ -44,9 +45,11 @@ pub struct Config {
     pub max_positions: usize,
     /// Whether `lm_head` is the embedding table.
     pub tied: bool,
-    /// Attention.
+    /// Latent attention; where it is grouped, what the heads of one key head make of it.
     pub mla: Mla,
-    /// Indexer.
+    /// Grouped-query attention instead.
+    pub grouped: Option<Dimensions>,
+    /// Indexer; without one `top_k` is more than any context.
     pub index: Index,
     /// Router.
     pub router: Router,
@@ -118,11 +121,16 @@ impl Config {
             .collect()
     }
 
+    /// f32 that the cache of one position takes, over all layers.
+    pub fn cache_width(&self) -> usize {
+        let rows = self.grouped.map_or(1, |g| g.kv_heads);
+        let width = rows * (self.mla.latent + self.mla.rope);
+        let indexers = self.layers.iter().filter(|l| l.indexer).count();
+        self.layers.len() * width + indexers * self.index.dim
+    }
+
     fn parse(o: &Object) -> Result<Self, ModelError> {
-        o.must("model_type", "glm_moe_dsa", None)?;
         o.must("hidden_act", "silu", Some("silu"))?;
-        o.must("scoring_func", "sigmoid", Some("sigmoid"))?;
-        o.must("topk_method", "noaux_tc", Some("noaux_tc"))?;
         for flag in ["attention_bias", "mlp_bias"] {
             if o.flag(flag, false)? {
                 return Err(o.unsupported(flag, "false", "true"));
@@ -139,112 +147,132 @@ impl Config {
                 "take the bf16 or the fp8 checkpoint",
             ));
         }
-        if o.size_or("moe_layer_freq", 1)? != 1 {
-            let found = o.size_or("moe_layer_freq", 1)?;
-            return Err(o.unsupported("moe_layer_freq", "1", found));
-        }
-
-        let n_layers = o.size("num_hidden_layers")?;
-        let heads = o.size("num_attention_heads")?;
-        let kv_heads = o.size_or("num_key_value_heads", heads)?;
-        if kv_heads != heads {
-            return Err(o.unsupported("num_key_value_heads", heads, kv_heads));
-        }
-        let (nope, rope) = (o.size("qk_nope_head_dim")?, o.size("qk_rope_head_dim")?);
-        if rope % 2 != 0 {
-            return Err(o.bad("qk_rope_head_dim", "an even number", rope));
-        }
-        let mla = Mla {
-            heads,
-            nope,
-            rope,
-            value: o.size("v_head_dim")?,
-            latent: o.size("kv_lora_rank")?,
-            scaling: (1.0 / ((nope + rope) as f64).sqrt()) as f32,
-        };
-        let index = Index {
-            heads: o.size("index_n_heads")?,
-            dim: o.size("index_head_dim")?,
-            top_k: o.size("index_topk")?,
-        };
-        if index.dim < rope {
-            return Err(o.bad("index_head_dim", format!("at least {rope}"), index.dim));
-        }
-        let router = Router {
-            experts: match o.get("n_routed_experts") {
-                Some(_) => o.size("n_routed_experts")?,
-                None => o.size("num_experts")?,
-            },
-            top_k: o.size("num_experts_per_tok")?,
-            groups: o.size_or("n_group", 1)?,
-            top_groups: o.size_or("topk_group", 1)?,
-            normalise: o.flag("norm_topk_prob", true)?,
-            scaling: o.single_or("routed_scaling_factor", 2.5)?,
-        };
-        let group = router.experts / router.groups;
-        if !router.experts.is_multiple_of(router.groups) || (router.groups > 1 && group < 2) {
-            let want = format!("groups of 2 or more that {} experts fill", router.experts);
-            return Err(o.bad("n_group", want, router.groups));
-        }
-        if router.top_groups > router.groups {
-            let want = format!("at most {}", router.groups);
-            return Err(o.bad("topk_group", want, router.top_groups));
-        }
-        if router.top_k > group * router.top_groups {
-            let want = format!("at most {}", group * router.top_groups);
-            return Err(o.bad("num_experts_per_tok", want, router.top_k));
-        }
-
-        let config = Config {
-            vocab: o.size("vocab_size")?,
-            hidden: o.size("hidden_size")?,
-            intermediate: o.size("intermediate_size")?,
-            moe_intermediate: o.size("moe_intermediate_size")?,
-            shared_intermediate: o.size("moe_intermediate_size")?
-                * o.size_or("n_shared_experts", 1)?,
-            q_lora: o.size("q_lora_rank")?,
-            eps: o.single_or("rms_norm_eps", 1e-5)?,
-            rope_theta: rope_theta(o)?,
-            max_positions: o.size("max_position_embeddings")?,
-            tied: o.flag("tie_word_embeddings", false)?,
-            layers: layer_kinds(o, n_layers)?,
-            eos: o.ids("eos_token_id")?,
-            mla,
-            index,
-            router,
-        };
-        // Columns of expert matrices are dealt in units of 64, of dense ones in units of 8.
-        for (name, n, unit) in [
-            ("hidden_size", config.hidden, gpu::layout::COL_UNIT),
-            (
-                "moe_intermediate_size",
-                config.moe_intermediate,
-                gpu::layout::COL_UNIT,
-            ),
-            ("intermediate_size", config.intermediate, 8),
-            ("q_lora_rank", config.q_lora, 8),
-            ("kv_lora_rank", config.mla.latent, 8),
-            (
-                "num_attention_heads * v_head_dim",
-                heads * config.mla.value,
-                8,
-            ),
-        ] {
-            if n % unit != 0 {
-                return Err(o.unsupported(name, format!("a multiple of {unit}"), n));
-            }
-        }
-        for (name, n) in [
-            ("hidden_size", config.hidden),
-            ("moe_intermediate_size", config.moe_intermediate),
-        ] {
-            if n > gpu::layout::MAX_COLS {
-                let want = format!("at most {}", gpu::layout::MAX_COLS);
-                return Err(o.unsupported(name, want, n));
-            }
-        }
-        Ok(config)
+        family::config(o)
     }
+}
+
+/// What the families with latent attention do not share.
+pub(super) struct LatentFamily {
+    pub layers: Vec<LayerKind>,
+    pub index: Index,
+    /// Default of `routed_scaling_factor`.
+    pub scaling_factor: f64,
+}
+
+/// The configuration of a family with latent attention and GLM's router.
+pub(super) fn latent_config(o: &Object, family: LatentFamily) -> Result<Config, ModelError> {
+    o.must("scoring_func", "sigmoid", Some("sigmoid"))?;
+    o.must("topk_method", "noaux_tc", Some("noaux_tc"))?;
+    if o.size_or("moe_layer_freq", 1)? != 1 {
+        let found = o.size_or("moe_layer_freq", 1)?;
+        return Err(o.unsupported("moe_layer_freq", "1", found));
+    }
+    let heads = o.size("num_attention_heads")?;
+    let kv_heads = o.size_or("num_key_value_heads", heads)?;
+    if kv_heads != heads {
+        return Err(o.unsupported("num_key_value_heads", heads, kv_heads));
+    }
+    let (nope, rope) = (o.size("qk_nope_head_dim")?, o.size("qk_rope_head_dim")?);
+    if rope % 2 != 0 {
+        return Err(o.bad("qk_rope_head_dim", "an even number", rope));
+    }
+    let mla = Mla {
+        heads,
+        nope,
+        rope,
+        value: o.size("v_head_dim")?,
+        latent: o.size("kv_lora_rank")?,
+        scaling: (1.0 / ((nope + rope) as f64).sqrt()) as f32,
+    };
+    let config = Config {
+        vocab: o.size("vocab_size")?,
+        hidden: o.size("hidden_size")?,
+        intermediate: o.size("intermediate_size")?,
+        moe_intermediate: o.size("moe_intermediate_size")?,
+        shared_intermediate: o.size("moe_intermediate_size")? * o.size_or("n_shared_experts", 1)?,
+        q_lora: o.size("q_lora_rank")?,
+        eps: o.single_or("rms_norm_eps", 1e-5)?,
+        rope_theta: rope_theta(o)?,
+        max_positions: o.size("max_position_embeddings")?,
+        tied: o.flag("tie_word_embeddings", false)?,
+        layers: family.layers,
+        eos: o.ids("eos_token_id")?,
+        mla,
+        grouped: None,
+        index: family.index,
+        router: sigmoid_router(o, family.scaling_factor)?,
+    };
+    let values = heads * config.mla.value;
+    check_dimensions(
+        o,
+        &config,
+        &[
+            ("q_lora_rank", config.q_lora),
+            ("kv_lora_rank", config.mla.latent),
+            ("num_attention_heads * v_head_dim", values),
+        ],
+    )?;
+    Ok(config)
+}
+
+/// GLM's router.
+fn sigmoid_router(o: &Object, scaling_factor: f64) -> Result<Router, ModelError> {
+    let router = Router {
+        scoring: Scoring::Sigmoid,
+        experts: match o.get("n_routed_experts") {
+            Some(_) => o.size("n_routed_experts")?,
+            None => o.size("num_experts")?,
+        },
+        top_k: o.size("num_experts_per_tok")?,
+        groups: o.size_or("n_group", 1)?,
+        top_groups: o.size_or("topk_group", 1)?,
+        normalise: o.flag("norm_topk_prob", true)?,
+        scaling: o.single_or("routed_scaling_factor", scaling_factor)?,
+    };
+    let group = router.experts / router.groups;
+    if !router.experts.is_multiple_of(router.groups) || (router.groups > 1 && group < 2) {
+        let want = format!("groups of 2 or more that {} experts fill", router.experts);
+        return Err(o.bad("n_group", want, router.groups));
+    }
+    if router.top_groups > router.groups {
+        let want = format!("at most {}", router.groups);
+        return Err(o.bad("topk_group", want, router.top_groups));
+    }
+    if router.top_k > group * router.top_groups {
+        let want = format!("at most {}", group * router.top_groups);
+        return Err(o.bad("num_experts_per_tok", want, router.top_k));
+    }
+    Ok(router)
+}
+
+/// Refuses dimensions that no kernel takes. Columns of expert matrices are dealt in units of 64, of
+/// dense ones, `more` of which a family has, in units of 8.
+pub(super) fn check_dimensions(
+    o: &Object,
+    config: &Config,
+    more: &[(&str, usize)],
+) -> Result<(), ModelError> {
+    let unit = gpu::layout::COL_UNIT;
+    let common = [
+        ("hidden_size", config.hidden, unit),
+        ("moe_intermediate_size", config.moe_intermediate, unit),
+        ("intermediate_size", config.intermediate, 8),
+    ];
+    for (name, n, unit) in common
+        .into_iter()
+        .chain(more.iter().map(|(name, n)| (*name, *n, 8)))
+    {
+        if n % unit != 0 {
+            return Err(o.unsupported(name, format!("a multiple of {unit}"), n));
+        }
+    }
+    for (name, n, _) in &common[..2] {
+        if *n > gpu::layout::MAX_COLS {
+            let want = format!("at most {}", gpu::layout::MAX_COLS);
+            return Err(o.unsupported(name, want, *n));
+        }
+    }
+    Ok(())
 }
 
 /// Whether this is the quantisation of fp8 checkpoints; the tensors say where it was used.
@@ -255,7 +283,8 @@ fn fp8_blocks(q: &Value) -> bool {
         && is("weight_block_size", vec![128, 128].into())
 }
 
-fn rope_theta(o: &Object) -> Result<f64, ModelError> {
+/// Base of the rotary angles.
+pub(super) fn rope_theta(o: &Object) -> Result<f64, ModelError> {
     let scope = ["rope_parameters", "rope_scaling"]
         .into_iter()
         .find_map(|name| o.get(name).map(|v| (name, v)));
@@ -278,62 +307,23 @@ fn rope_theta(o: &Object) -> Result<f64, ModelError> {
     }
 }
 
-fn layer_kinds(o: &Object, n: usize) -> Result<Vec<LayerKind>, ModelError> {
-    if let Some(types) = o.names("layer_types", n)?
-        && let Some(other) = types.iter().find(|t| *t != "deepseek_sparse_attention")
-    {
-        return Err(o.unsupported("layer_types", "deepseek_sparse_attention", other));
-    }
-    let sparse = match o.names("mlp_layer_types", n)? {
-        Some(names) => o.choose("mlp_layer_types", &names, "dense", "sparse")?,
+/// Which layers are sparse; without a list, all but the first, `dense` of them by default.
+pub(super) fn sparse_layers(o: &Object, dense: usize) -> Result<Vec<bool>, ModelError> {
+    let n = o.size("num_hidden_layers")?;
+    match o.names("mlp_layer_types", n)? {
+        Some(names) => o.choose("mlp_layer_types", &names, "dense", "sparse"),
         None => {
             let dense = match o.get("first_k_dense_replace") {
-                None => 3,
+                None => dense,
                 Some(_) => o.count("first_k_dense_replace")?,
             };
-            (0..n).map(|l| l >= dense).collect()
+            Ok((0..n).map(|l| l >= dense).collect())
         }
-    };
-    let indexer = match (o.names("indexer_types", n)?, o.get("index_topk_pattern")) {
-        (Some(names), _) => o.choose("indexer_types", &names, "shared", "full")?,
-        (None, Some(Value::String(pattern))) => {
-            let names: Vec<String> = pattern.chars().map(String::from).collect();
-            if names.len() != n {
-                return Err(o.bad("index_topk_pattern", format!("{n} letters"), names.len()));
-            }
-            o.choose("index_topk_pattern", &names, "S", "F")?
-        }
-        (None, Some(_)) => {
-            let names = o.names("index_topk_pattern", n)?.unwrap_or_default();
-            o.choose("index_topk_pattern", &names, "shared", "full")?
-        }
-        (None, None) => {
-            let freq = o.size_or("index_topk_freq", 1)?;
-            let offset = match o.get("index_skip_topk_offset") {
-                None => 2,
-                Some(_) => o.count("index_skip_topk_offset")?,
-            };
-            (0..n)
-                .map(|l| (l + 1).saturating_sub(offset) % freq == 0)
-                .collect()
-        }
-    };
-    if indexer.first() == Some(&false) {
-        return Err(o.bad(
-            "indexer_types",
-            "a first layer that is \"full\"",
-            "\"shared\"",
-        ));
     }
-    Ok(sparse
-        .into_iter()
-        .zip(indexer)
-        .map(|(sparse, indexer)| LayerKind { sparse, indexer })
-        .collect())
 }
 
 /// A JSON object and where it came from.
-struct Object {
+pub(super) struct Object {
     file: PathBuf,
     map: Map<String, Value>,
 }
@@ -360,11 +350,11 @@ impl Object {
     }
 
     /// The field, unless absent or null.
-    fn get(&self, field: &str) -> Option<&Value> {
+    pub fn get(&self, field: &str) -> Option<&Value> {
         self.map.get(field).filter(|v| !v.is_null())
     }
 
-    fn bad(
+    pub fn bad(
         &self,
         field: &str,
         expected: impl std::fmt::Display,
@@ -373,7 +363,7 @@ impl Object {
         ModelError::field(&self.file, field, expected, found, DAMAGED)
     }
 
-    fn unsupported(
+    pub fn unsupported(
         &self,
         field: &str,
         expected: impl std::fmt::Display,
@@ -383,12 +373,12 @@ impl Object {
     }
 
     /// A count, which may be 0.
-    fn count(&self, field: &str) -> Result<usize, ModelError> {
+    pub fn count(&self, field: &str) -> Result<usize, ModelError> {
         self.integer(field, 0)
     }
 
     /// A positive dimension.
-    fn size(&self, field: &str) -> Result<usize, ModelError> {
+    pub fn size(&self, field: &str) -> Result<usize, ModelError> {
         self.integer(field, 1)
     }
 
@@ -403,14 +393,14 @@ impl Object {
         }
     }
 
-    fn size_or(&self, field: &str, default: usize) -> Result<usize, ModelError> {
+    pub fn size_or(&self, field: &str, default: usize) -> Result<usize, ModelError> {
         match self.get(field) {
             None => Ok(default),
             Some(_) => self.size(field),
         }
     }
 
-    fn number_or(&self, field: &str, default: f64) -> Result<f64, ModelError> {
+    pub fn number_or(&self, field: &str, default: f64) -> Result<f64, ModelError> {
         match self.get(field) {
             None => Ok(default),
             Some(v) => match v.as_f64() {
@@ -421,7 +411,7 @@ impl Object {
     }
 
     /// A number that f32 holds as one that is positive and finite.
-    fn single_or(&self, field: &str, default: f64) -> Result<f32, ModelError> {
+    pub fn single_or(&self, field: &str, default: f64) -> Result<f32, ModelError> {
         let x = self.number_or(field, default)? as f32;
         if x.is_normal() {
             Ok(x)
@@ -430,7 +420,7 @@ impl Object {
         }
     }
 
-    fn flag(&self, field: &str, default: bool) -> Result<bool, ModelError> {
+    pub fn flag(&self, field: &str, default: bool) -> Result<bool, ModelError> {
         match self.get(field) {
             None => Ok(default),
             Some(Value::Bool(b)) => Ok(*b),
@@ -439,7 +429,7 @@ impl Object {
     }
 
     /// The field has this value; where absent, `default` stands for it.
-    fn must(&self, field: &str, want: &str, default: Option<&str>) -> Result<(), ModelError> {
+    pub fn must(&self, field: &str, want: &str, default: Option<&str>) -> Result<(), ModelError> {
         let found = match self.get(field) {
             Some(v) => v.as_str().map_or_else(|| short(v), String::from),
             None => default.unwrap_or("nothing").into(),
@@ -451,8 +441,16 @@ impl Object {
         }
     }
 
+    /// The field's text, or what else it is.
+    pub fn text(&self, field: &str) -> String {
+        match self.get(field) {
+            Some(v) => v.as_str().map_or_else(|| short(v), String::from),
+            None => "nothing".into(),
+        }
+    }
+
     /// A list of `n` strings.
-    fn names(&self, field: &str, n: usize) -> Result<Option<Vec<String>>, ModelError> {
+    pub fn names(&self, field: &str, n: usize) -> Result<Option<Vec<String>>, ModelError> {
         let Some(v) = self.get(field) else {
             return Ok(None);
         };
@@ -466,7 +464,7 @@ impl Object {
         }
     }
 
-    fn choose(
+    pub fn choose(
         &self,
         field: &str,
         names: &[String],
@@ -484,7 +482,7 @@ impl Object {
     }
 
     /// Token ids: none, one or a list.
-    fn ids(&self, field: &str) -> Result<Vec<u32>, ModelError> {
+    pub fn ids(&self, field: &str) -> Result<Vec<u32>, ModelError> {
         let one = |v: &Value| {
             v.as_u64()
                 .and_then(|n| u32::try_from(n).ok())

@@ -132,6 +132,41 @@ impl Dense {
         Ok(())
     }
 
+    /// Appends a matrix of integers with row scales as it is: the integers' bf16 bits, which are
+    /// exact, to `bits`, the scales to `scales`. A matrix in another format goes to `bits` as
+    /// [`Dense::bf16`] has it, with scales of 1. Whether it has row scales.
+    pub fn matrix(
+        &self,
+        name: &str,
+        shape: &[usize],
+        bits: &mut Vec<u16>,
+        scales: &mut Vec<f32>,
+    ) -> Result<bool, ModelError> {
+        let weight = self.weight(name, shape)?;
+        match weight.format {
+            Format::Int8Row => (),
+            Format::Int4 { group } if group >= weight.cols => (),
+            _ => {
+                scales.resize(scales.len() + weight.rows, 1.0);
+                self.bf16(name, shape, bits)?;
+                return Ok(false);
+            }
+        }
+        scales.extend_from_slice(&weight.scales);
+        let integers = Weight {
+            scales: vec![1.0; weight.rows].into(),
+            ..weight
+        };
+        let mut row = vec![0.0; integers.cols];
+        bits.reserve(integers.len());
+        for r in 0..integers.rows {
+            integers.widen(r * integers.cols, &mut row);
+            // At most 8 significant bits.
+            bits.extend(row.iter().map(|x| half::bf16::from_f32(*x).to_bits()));
+        }
+        Ok(true)
+    }
+
     /// A tensor as f32.
     pub fn f32(&self, name: &str, shape: &[usize]) -> Result<Vec<f32>, ModelError> {
         let weight = self.weight(name, shape)?;

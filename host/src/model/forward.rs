@@ -1,11 +1,11 @@
 //! The forward pass, once for all back ends.
 //!
 //! Tokens go through in batches of at most [`CHUNK`]; every operator computes each token alone, so
-//! batching changes no bit. The cache keeps, per layer, latent rows `[c_kv normed | k_rope]`, and
-//! for layers with an indexer its keys.
+//! batching changes no bit. The cache keeps, per layer, latent rows `[c_kv normed | k_rope]` (or for
+//! each key head rows `[value | key]`), and for layers with an indexer its keys.
 
 use super::config::INNER_EPS;
-use super::weights::{Ffn, Indexer, Layer, Mlp, Model, Moe};
+use super::weights::{Attention, Ffn, Indexer, Latent, Layer, Matrix, Mlp, Model, Moe};
 use crate::backend::{Attend, Backend, LoadExperts, Rows, RowsMut, rows, rows_mut};
 
 /// Tokens of a batch.
@@ -23,21 +23,22 @@ pub enum Wanted {
 }
 
 /// What is kept of a layer between batches.
-struct Cache<B: Backend> {
-    latent: B::Buf<f32>,
+pub(super) struct Cache<B: Backend> {
+    /// One, or one for each key head.
+    pub rows: Vec<B::Buf<f32>>,
     index_keys: Option<B::Buf<f32>>,
 }
 
 /// Intermediate values of a batch.
-struct Scratch<B: Backend> {
+pub(super) struct Scratch<B: Backend> {
     ids: B::Buf<u32>,
-    x: B::Buf<f32>,
-    normed: B::Buf<f32>,
-    projected: B::Buf<f32>,
+    pub x: B::Buf<f32>,
+    pub normed: B::Buf<f32>,
+    pub projected: B::Buf<f32>,
     q_latent: B::Buf<f32>,
-    q: B::Buf<f32>,
-    q_absorbed: B::Buf<f32>,
-    attended: B::Buf<f32>,
+    pub q: B::Buf<f32>,
+    pub q_absorbed: B::Buf<f32>,
+    pub attended: B::Buf<f32>,
     values: B::Buf<f32>,
     index_key: B::Buf<f32>,
     index_q: B::Buf<f32>,
@@ -50,6 +51,8 @@ struct Scratch<B: Backend> {
     expert_weights: B::Buf<f32>,
     expert_out: B::Buf<f32>,
     logits: B::Buf<f32>,
+    /// What matrices gave before their scales.
+    pub unscaled: B::Buf<f32>,
 }
 
 /// One sequence of tokens on a model.
@@ -86,12 +89,19 @@ impl<B: LoadExperts> Model<B> {
         let mla = &c.mla;
         let t = CHUNK.min(capacity).max(1);
         let width = mla.latent + mla.rope;
+        let (heads, kv_heads) = match &c.grouped {
+            Some(grouped) => (grouped.heads, grouped.kv_heads),
+            None => (mla.heads, 1),
+        };
+        let queries = heads * (mla.nope + mla.rope);
         let caches = c
             .layers
             .iter()
             .map(|kind| {
                 Ok(Cache {
-                    latent: b.alloc(capacity * width)?,
+                    rows: (0..kv_heads)
+                        .map(|_| b.alloc(capacity * width))
+                        .collect::<Result<_, _>>()?,
                     index_keys: if kind.indexer {
                         Some(b.alloc(capacity * c.index.dim)?)
                     } else {
@@ -108,16 +118,31 @@ impl<B: LoadExperts> Model<B> {
             0
         };
         let ffn = c.intermediate.max(c.shared_intermediate);
+        let projected = if c.grouped.is_some() {
+            queries
+        } else {
+            self.columns.stride
+        };
+        let values = heads * mla.value;
+        let logits = if wanted == Wanted::All { t } else { 1 };
+        let unscaled = if self.scaled {
+            let widest = [projected, queries, values, index_q / t, c.hidden, 2 * ffn];
+            let widest = widest.into_iter().chain([c.router.experts]).max();
+            (t * widest.unwrap_or(0)).max(logits * c.vocab)
+        } else {
+            0
+        };
         let scratch = Scratch {
+            unscaled: b.alloc(unscaled)?,
             ids: b.alloc(t)?,
             x: b.alloc(t * c.hidden)?,
             normed: b.alloc(t * c.hidden)?,
-            projected: b.alloc(t * self.columns.stride)?,
+            projected: b.alloc(t * projected)?,
             q_latent: b.alloc(t * c.q_lora)?,
-            q: b.alloc(t * mla.heads * (mla.nope + mla.rope))?,
-            q_absorbed: b.alloc(t * mla.heads * width)?,
-            attended: b.alloc(t * mla.heads * mla.latent)?,
-            values: b.alloc(t * mla.heads * mla.value)?,
+            q: b.alloc(t * queries)?,
+            q_absorbed: b.alloc(t * heads * width)?,
+            attended: b.alloc(t * heads * mla.latent)?,
+            values: b.alloc(if c.grouped.is_some() { 0 } else { t * values })?,
             index_key: b.alloc(t * c.index.dim)?,
             index_q: b.alloc(index_q)?,
             index_q_turned: b.alloc(index_q)?,
@@ -128,7 +153,7 @@ impl<B: LoadExperts> Model<B> {
             expert_ids: b.alloc(t * c.router.top_k)?,
             expert_weights: b.alloc(t * c.router.top_k)?,
             expert_out: b.alloc(t * c.hidden)?,
-            logits: b.alloc(c.vocab * if wanted == Wanted::All { t } else { 1 })?,
+            logits: b.alloc(logits * c.vocab)?,
         };
         Ok(Session {
             caches,
@@ -198,13 +223,29 @@ impl<B: LoadExperts> Model<B> {
         let (first, tokens) = (session.position, ids.len());
         let s = &mut session.scratch;
         b.write(&mut s.ids, 0, ids)?;
-        b.embed(
-            &self.embedding,
-            &s.ids,
-            c.hidden,
-            tokens,
-            rows_mut(&mut s.x, c.hidden),
-        )?;
+        let table = &self.embedding;
+        match &table.scales {
+            None => b.embed(
+                &table.bits,
+                &s.ids,
+                c.hidden,
+                tokens,
+                rows_mut(&mut s.x, c.hidden),
+            )?,
+            Some(scales) => {
+                let out = rows_mut(&mut s.unscaled, c.hidden);
+                b.embed(&table.bits, &s.ids, c.hidden, tokens, out)?;
+                b.scale(
+                    rows(&s.unscaled, c.hidden),
+                    scales,
+                    Some(&s.ids),
+                    c.hidden,
+                    tokens,
+                    false,
+                    rows_mut(&mut s.x, c.hidden),
+                )?;
+            }
+        }
         for (layer, cache) in self.layers.iter().zip(&mut session.caches) {
             if let Some(trace) = trace.as_deref_mut() {
                 let mut x = vec![0.0; c.hidden];
@@ -228,6 +269,7 @@ impl<B: LoadExperts> Model<B> {
                         &mut s.gate_up,
                         &mut s.activated,
                         &mut s.x,
+                        &mut s.unscaled,
                         tokens,
                     )?;
                 }
@@ -250,6 +292,29 @@ impl<B: LoadExperts> Model<B> {
         Ok(())
     }
 
+    /// `matrix * x`, plus what was there where `add`. `unscaled` holds what a matrix with scales
+    /// gives before them.
+    #[allow(clippy::too_many_arguments)]
+    pub(super) fn linear(
+        &self,
+        x: Rows<'_, B::Buf<f32>>,
+        matrix: &Matrix<B>,
+        n: usize,
+        cols: usize,
+        tokens: usize,
+        add: bool,
+        out: RowsMut<'_, B::Buf<f32>>,
+        unscaled: &mut B::Buf<f32>,
+    ) -> Result<(), B::Error> {
+        let b = &self.backend;
+        let Some(scales) = &matrix.scales else {
+            return b.linear(x, &matrix.bits, n, cols, tokens, add, out);
+        };
+        let to = rows_mut(unscaled, n);
+        b.linear(x, &matrix.bits, n, cols, tokens, false, to)?;
+        b.scale(rows(unscaled, n), scales, None, n, tokens, add, out)
+    }
+
     /// `x += o_proj(attention(norm(x)))`; extends the layer's cache.
     fn attention(
         &self,
@@ -259,10 +324,8 @@ impl<B: LoadExperts> Model<B> {
         first: usize,
         tokens: usize,
     ) -> Result<(), B::Error> {
-        let (b, c, mla, col) = (&self.backend, &self.config, &self.config.mla, &self.columns);
-        let width = mla.latent + mla.rope;
-        let q_head = mla.nope + mla.rope;
-        b.rms_norm(
+        let c = &self.config;
+        self.backend.rms_norm(
             rows(&s.x, c.hidden),
             &layer.input_norm,
             c.eps,
@@ -270,7 +333,27 @@ impl<B: LoadExperts> Model<B> {
             tokens,
             rows_mut(&mut s.normed, c.hidden),
         )?;
-        b.linear(
+        match (&layer.attention, &c.grouped) {
+            (Attention::Latent(layer), _) => self.latent(layer, cache, s, first, tokens),
+            (Attention::Grouped(layer), Some(d)) => self.grouped(layer, d, cache, s, first, tokens),
+            (Attention::Grouped(_), None) => unreachable!("grouped layers are of grouped models"),
+        }
+    }
+
+    /// Latent attention of the normed input.
+    fn latent(
+        &self,
+        layer: &Latent<B>,
+        cache: &mut Cache<B>,
+        s: &mut Scratch<B>,
+        first: usize,
+        tokens: usize,
+    ) -> Result<(), B::Error> {
+        let (b, c, mla, col) = (&self.backend, &self.config, &self.config.mla, &self.columns);
+        let width = mla.latent + mla.rope;
+        let q_head = mla.nope + mla.rope;
+        let latent = &mut cache.rows[0];
+        self.linear(
             rows(&s.normed, c.hidden),
             &layer.input,
             col.width[layer.indexer.is_some() as usize],
@@ -278,6 +361,7 @@ impl<B: LoadExperts> Model<B> {
             tokens,
             false,
             rows_mut(&mut s.projected, col.stride),
+            &mut s.unscaled,
         )?;
         let projected = |offset| Rows {
             buf: &s.projected,
@@ -292,7 +376,7 @@ impl<B: LoadExperts> Model<B> {
             tokens,
             rows_mut(&mut s.q_latent, c.q_lora),
         )?;
-        b.linear(
+        self.linear(
             rows(&s.q_latent, c.q_lora),
             &layer.q_b,
             mla.heads * q_head,
@@ -300,10 +384,20 @@ impl<B: LoadExperts> Model<B> {
             tokens,
             false,
             rows_mut(&mut s.q, mla.heads * q_head),
+            &mut s.unscaled,
         )?;
+        let queries = match &layer.kv_b.scales {
+            None => &s.q,
+            Some((scales, _)) => {
+                let n = mla.heads * q_head;
+                let out = rows_mut(&mut s.unscaled, n);
+                b.scale(rows(&s.q, n), scales, None, n, tokens, false, out)?;
+                &s.unscaled
+            }
+        };
         b.absorb_query(
-            rows(&s.q, mla.heads * q_head),
-            &layer.kv_b,
+            rows(queries, mla.heads * q_head),
+            &layer.kv_b.bits,
             mla,
             tokens,
             rows_mut(&mut s.q_absorbed, mla.heads * width),
@@ -335,7 +429,7 @@ impl<B: LoadExperts> Model<B> {
             mla.latent,
             tokens,
             RowsMut {
-                buf: &mut cache.latent,
+                buf: &mut *latent,
                 offset: first * width,
                 stride: width,
             },
@@ -350,7 +444,7 @@ impl<B: LoadExperts> Model<B> {
             first,
             tokens,
             RowsMut {
-                buf: &mut cache.latent,
+                buf: &mut *latent,
                 offset: first * width + mla.latent,
                 stride: width,
             },
@@ -371,28 +465,36 @@ impl<B: LoadExperts> Model<B> {
         };
         b.attention(
             rows(&s.q_absorbed, mla.heads * width),
-            &cache.latent,
+            latent,
             attend,
             mla,
             first,
             tokens,
             rows_mut(&mut s.attended, mla.heads * mla.latent),
         )?;
-        b.expand_value(
-            rows(&s.attended, mla.heads * mla.latent),
-            &layer.kv_b,
-            mla,
-            tokens,
-            rows_mut(&mut s.values, mla.heads * mla.value),
-        )?;
-        b.linear(
-            rows(&s.values, mla.heads * mla.value),
+        let n = mla.heads * mla.value;
+        let attended = rows(&s.attended, mla.heads * mla.latent);
+        match &layer.kv_b.scales {
+            None => {
+                let out = rows_mut(&mut s.values, n);
+                b.expand_value(attended, &layer.kv_b.bits, mla, tokens, out)?;
+            }
+            Some((_, scales)) => {
+                let out = rows_mut(&mut s.unscaled, n);
+                b.expand_value(attended, &layer.kv_b.bits, mla, tokens, out)?;
+                let out = rows_mut(&mut s.values, n);
+                b.scale(rows(&s.unscaled, n), scales, None, n, tokens, false, out)?;
+            }
+        }
+        self.linear(
+            rows(&s.values, n),
             &layer.o,
             c.hidden,
-            mla.heads * mla.value,
+            n,
             tokens,
             true,
             rows_mut(&mut s.x, c.hidden),
+            &mut s.unscaled,
         )
     }
 
@@ -442,7 +544,7 @@ impl<B: LoadExperts> Model<B> {
             return Ok(());
         }
         let q_width = index.heads * index.dim;
-        b.linear(
+        self.linear(
             rows(&s.q_latent, c.q_lora),
             &indexer.query,
             q_width,
@@ -450,6 +552,7 @@ impl<B: LoadExperts> Model<B> {
             tokens,
             false,
             rows_mut(&mut s.index_q, q_width),
+            &mut s.unscaled,
         )?;
         b.rope(
             rows(&s.index_q, q_width),
@@ -475,6 +578,7 @@ impl<B: LoadExperts> Model<B> {
     }
 
     /// `out += down(silu(gate(x)) * up(x))`.
+    #[allow(clippy::too_many_arguments)]
     fn ffn(
         &self,
         ffn: &Ffn<B>,
@@ -482,10 +586,11 @@ impl<B: LoadExperts> Model<B> {
         gate_up: &mut B::Buf<f32>,
         activated: &mut B::Buf<f32>,
         out: &mut B::Buf<f32>,
+        unscaled: &mut B::Buf<f32>,
         tokens: usize,
     ) -> Result<(), B::Error> {
         let (b, hidden, width) = (&self.backend, self.config.hidden, ffn.width);
-        b.linear(
+        self.linear(
             rows(x, hidden),
             &ffn.gate_up,
             2 * width,
@@ -493,6 +598,7 @@ impl<B: LoadExperts> Model<B> {
             tokens,
             false,
             rows_mut(gate_up, 2 * width),
+            unscaled,
         )?;
         b.silu_mul(
             rows(gate_up, 2 * width),
@@ -505,7 +611,7 @@ impl<B: LoadExperts> Model<B> {
             tokens,
             rows_mut(activated, width),
         )?;
-        b.linear(
+        self.linear(
             rows(activated, width),
             &ffn.down,
             hidden,
@@ -513,6 +619,7 @@ impl<B: LoadExperts> Model<B> {
             tokens,
             true,
             rows_mut(out, hidden),
+            unscaled,
         )
     }
 
@@ -520,7 +627,7 @@ impl<B: LoadExperts> Model<B> {
     fn moe(&self, moe: &Moe<B>, s: &mut Scratch<B>, tokens: usize) -> Result<(), B::Error> {
         let (b, c) = (&self.backend, &self.config);
         let router = &c.router;
-        b.linear(
+        self.linear(
             rows(&s.normed, c.hidden),
             &moe.router,
             router.experts,
@@ -528,6 +635,7 @@ impl<B: LoadExperts> Model<B> {
             tokens,
             false,
             rows_mut(&mut s.router_logits, router.experts),
+            &mut s.unscaled,
         )?;
         b.route(
             rows(&s.router_logits, router.experts),
@@ -546,14 +654,17 @@ impl<B: LoadExperts> Model<B> {
             tokens,
             rows_mut(&mut s.expert_out, c.hidden),
         )?;
-        self.ffn(
-            &moe.shared,
-            &s.normed,
-            &mut s.gate_up,
-            &mut s.activated,
-            &mut s.expert_out,
-            tokens,
-        )?;
+        if let Some(shared) = &moe.shared {
+            self.ffn(
+                shared,
+                &s.normed,
+                &mut s.gate_up,
+                &mut s.activated,
+                &mut s.expert_out,
+                &mut s.unscaled,
+                tokens,
+            )?;
+        }
         b.add(
             rows(&s.expert_out, c.hidden),
             c.hidden,
@@ -586,7 +697,7 @@ impl<B: LoadExperts> Model<B> {
             wanted,
             rows_mut(&mut s.normed, c.hidden),
         )?;
-        b.linear(
+        self.linear(
             rows(&s.normed, c.hidden),
             self.head.as_ref().unwrap_or(&self.embedding),
             c.vocab,
@@ -594,6 +705,7 @@ impl<B: LoadExperts> Model<B> {
             wanted,
             false,
             rows_mut(&mut s.logits, c.vocab),
+            &mut s.unscaled,
         )?;
         let at = out.len();
         out.resize(at + wanted * c.vocab, 0.0);

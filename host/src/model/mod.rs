@@ -1,9 +1,10 @@
-//! Models of the `glm_moe_dsa` architecture: files and forward pass.
+//! Models: files and forward pass.
 
 pub mod check;
 pub mod config;
 pub mod directory;
 pub mod error;
+pub mod family;
 pub mod format;
 mod forward;
 pub mod shards;

@@ -8,8 +8,9 @@ use super::check::check_dense;
 use super::config::{Config, LayerKind};
 use super::directory::{ARCHIVE_FILE, Dense, EXPERTS_FILE, FINGERPRINT_KEY, RawExperts};
 use super::error::ModelError;
+use super::family::qwen3_moe::{self, Grouped};
 use crate::archive::{Archive, ExpertSource, LayerRecords, Record, expert_digest};
-use crate::backend::{LayerExperts, LoadExperts};
+use crate::backend::{LayerExperts, LoadExperts, Scoring};
 use crate::expert::{ExpertShape, Form, Tier};
 use crate::interrupt;
 
@@ -177,26 +178,33 @@ pub struct Placement {
     pub bytes: u64,
 }
 
+/// A dense matrix. Where it has scales, `bits` are integers and row `r` gives
+/// `scales[r] * dot(bits[r], x)`.
+pub(super) struct Matrix<B: LoadExperts> {
+    pub bits: B::Buf<u16>,
+    pub scales: Option<B::Buf<f32>>,
+}
+
 /// A feed-forward network: `[gate; up]` in one matrix of `2 * width` rows, and `down`.
 pub(super) struct Ffn<B: LoadExperts> {
     pub width: usize,
-    pub gate_up: B::Buf<u16>,
-    pub down: B::Buf<u16>,
+    pub gate_up: Matrix<B>,
+    pub down: Matrix<B>,
 }
 
 /// A layer's own indexer.
 pub(super) struct Indexer<B: LoadExperts> {
-    pub query: B::Buf<u16>,
+    pub query: Matrix<B>,
     pub key_norm: B::Buf<u16>,
     pub key_bias: B::Buf<u16>,
 }
 
 /// A router with its experts.
 pub(super) struct Moe<B: LoadExperts> {
-    pub router: B::Buf<u16>,
+    pub router: Matrix<B>,
     pub bias: B::Buf<f32>,
     pub experts: B::Experts,
-    pub shared: Ffn<B>,
+    pub shared: Option<Ffn<B>>,
 }
 
 pub(super) enum Mlp<B: LoadExperts> {
@@ -204,18 +212,36 @@ pub(super) enum Mlp<B: LoadExperts> {
     Sparse(Moe<B>),
 }
 
-pub(super) struct Layer<B: LoadExperts> {
-    pub input_norm: B::Buf<u16>,
+/// `kv_b_proj`, whose rows multiply queries on one side and give values on the other.
+pub(super) struct KvB<B: LoadExperts> {
+    pub bits: B::Buf<u16>,
+    /// Scales of a token's queries, `[heads * (nope + rope)]` with 1 in `rope`, and of its values,
+    /// `[heads * value]`.
+    pub scales: Option<(B::Buf<f32>, B::Buf<f32>)>,
+}
+
+/// Multi-head latent attention.
+pub(super) struct Latent<B: LoadExperts> {
     /// All that multiplies the normed input: rows of `q_a`, `kv_a`, and where the layer has an
     /// indexer `wk` and `weights_proj` ([`Columns`]).
-    pub input: B::Buf<u16>,
+    pub input: Matrix<B>,
     pub q_norm: B::Buf<u16>,
-    pub q_b: B::Buf<u16>,
+    pub q_b: Matrix<B>,
     pub kv_norm: B::Buf<u16>,
-    pub kv_b: B::Buf<u16>,
-    pub o: B::Buf<u16>,
-    pub post_norm: B::Buf<u16>,
+    pub kv_b: KvB<B>,
+    pub o: Matrix<B>,
     pub indexer: Option<Indexer<B>>,
+}
+
+pub(super) enum Attention<B: LoadExperts> {
+    Latent(Latent<B>),
+    Grouped(Grouped<B>),
+}
+
+pub(super) struct Layer<B: LoadExperts> {
+    pub input_norm: B::Buf<u16>,
+    pub attention: Attention<B>,
+    pub post_norm: B::Buf<u16>,
     pub mlp: Mlp<B>,
 }
 
@@ -255,24 +281,25 @@ pub struct Model<B: LoadExperts> {
     pub(super) backend: B,
     pub(super) config: Config,
     pub(super) columns: Columns,
-    pub(super) embedding: B::Buf<u16>,
+    pub(super) embedding: Matrix<B>,
     pub(super) layers: Vec<Layer<B>>,
     pub(super) norm: B::Buf<u16>,
     /// `None` where it is the embedding table.
-    pub(super) head: Option<B::Buf<u16>>,
+    pub(super) head: Option<Matrix<B>>,
     pub(super) inv_freq: B::Buf<f32>,
+    /// Whether any matrix has scales.
+    pub(super) scaled: bool,
     placement: Placement,
     rounded: usize,
 }
 
 /// A tensor's name within layer `l`.
-fn at(l: usize, name: &str) -> String {
+pub(super) fn at(l: usize, name: &str) -> String {
     format!("model.layers.{l}.{name}")
 }
 
 /// Names and shapes of every dense tensor that the model needs.
 pub(crate) fn inventory(c: &Config) -> Vec<(String, Vec<usize>)> {
-    let mla = &c.mla;
     let mut list = vec![
         (
             "model.embed_tokens.weight".to_string(),
@@ -287,45 +314,24 @@ pub(crate) fn inventory(c: &Config) -> Vec<(String, Vec<usize>)> {
         let mut add = |name: &str, shape: &[usize]| list.push((at(l, name), shape.to_vec()));
         add("input_layernorm.weight", &[c.hidden]);
         add("post_attention_layernorm.weight", &[c.hidden]);
-        add("self_attn.q_a_proj.weight", &[c.q_lora, c.hidden]);
-        add("self_attn.q_a_layernorm.weight", &[c.q_lora]);
-        add(
-            "self_attn.q_b_proj.weight",
-            &[mla.heads * (mla.nope + mla.rope), c.q_lora],
-        );
-        add(
-            "self_attn.kv_a_proj_with_mqa.weight",
-            &[mla.latent + mla.rope, c.hidden],
-        );
-        add("self_attn.kv_a_layernorm.weight", &[mla.latent]);
-        add(
-            "self_attn.kv_b_proj.weight",
-            &[mla.heads * (mla.nope + mla.value), mla.latent],
-        );
-        add(
-            "self_attn.o_proj.weight",
-            &[c.hidden, mla.heads * mla.value],
-        );
-        if kind.indexer {
-            add(
-                "self_attn.indexer.wq_b.weight",
-                &[c.index.heads * c.index.dim, c.q_lora],
-            );
-            add("self_attn.indexer.wk.weight", &[c.index.dim, c.hidden]);
-            add("self_attn.indexer.k_norm.weight", &[c.index.dim]);
-            add("self_attn.indexer.k_norm.bias", &[c.index.dim]);
-            add(
-                "self_attn.indexer.weights_proj.weight",
-                &[c.index.heads, c.hidden],
-            );
+        let add = |name: &str, shape: &[usize]| list.push((at(l, name), shape.to_vec()));
+        match &c.grouped {
+            Some(grouped) => qwen3_moe::inventory(grouped, c.hidden, add),
+            None => latent_inventory(c, *kind, add),
         }
+        let mut add = |name: &str, shape: &[usize]| list.push((at(l, name), shape.to_vec()));
         let ffn = if kind.sparse {
             add("mlp.gate.weight", &[c.router.experts, c.hidden]);
-            add("mlp.gate.e_score_correction_bias", &[c.router.experts]);
+            if c.router.scoring == Scoring::Sigmoid {
+                add("mlp.gate.e_score_correction_bias", &[c.router.experts]);
+            }
             ("mlp.shared_experts.", c.shared_intermediate)
         } else {
             ("mlp.", c.intermediate)
         };
+        if ffn.1 == 0 {
+            continue; // no shared expert
+        }
         add(&format!("{}gate_proj.weight", ffn.0), &[ffn.1, c.hidden]);
         add(&format!("{}up_proj.weight", ffn.0), &[ffn.1, c.hidden]);
         add(&format!("{}down_proj.weight", ffn.0), &[c.hidden, ffn.1]);
@@ -333,36 +339,149 @@ pub(crate) fn inventory(c: &Config) -> Vec<(String, Vec<usize>)> {
     list
 }
 
-struct Loader<'a, B> {
-    backend: &'a B,
+/// Tensors of latent attention, to `add` with their shapes.
+fn latent_inventory(c: &Config, kind: LayerKind, mut add: impl FnMut(&str, &[usize])) {
+    let mla = &c.mla;
+    add("self_attn.q_a_proj.weight", &[c.q_lora, c.hidden]);
+    add("self_attn.q_a_layernorm.weight", &[c.q_lora]);
+    add(
+        "self_attn.q_b_proj.weight",
+        &[mla.heads * (mla.nope + mla.rope), c.q_lora],
+    );
+    add(
+        "self_attn.kv_a_proj_with_mqa.weight",
+        &[mla.latent + mla.rope, c.hidden],
+    );
+    add("self_attn.kv_a_layernorm.weight", &[mla.latent]);
+    add(
+        "self_attn.kv_b_proj.weight",
+        &[mla.heads * (mla.nope + mla.value), mla.latent],
+    );
+    add(
+        "self_attn.o_proj.weight",
+        &[c.hidden, mla.heads * mla.value],
+    );
+    if kind.indexer {
+        add(
+            "self_attn.indexer.wq_b.weight",
+            &[c.index.heads * c.index.dim, c.q_lora],
+        );
+        add("self_attn.indexer.wk.weight", &[c.index.dim, c.hidden]);
+        add("self_attn.indexer.k_norm.weight", &[c.index.dim]);
+        add("self_attn.indexer.k_norm.bias", &[c.index.dim]);
+        add(
+            "self_attn.indexer.weights_proj.weight",
+            &[c.index.heads, c.hidden],
+        );
+    }
+}
+
+pub(super) struct Loader<'a, B> {
+    pub backend: &'a B,
     dense: &'a Dense,
-    config: &'a Config,
+    pub config: &'a Config,
     bits: Vec<u16>,
+    scaled: bool,
     expert_bytes: u64,
 }
 
+/// A dense matrix on the host, before it goes to a back end.
+#[derive(Default)]
+pub(super) struct HostMatrix {
+    pub bits: Vec<u16>,
+    /// One a row; all 1 where no part is scaled.
+    pub scales: Vec<f32>,
+    pub scaled: bool,
+}
+
 impl<B: LoadExperts> Loader<'_, B> {
-    fn place<T>(&self, what: &str, placed: Result<T, B::Error>) -> Result<T, ModelError> {
+    pub fn place<T>(&self, what: &str, placed: Result<T, B::Error>) -> Result<T, ModelError> {
         placed.map_err(|e| ModelError::Place {
             what: what.into(),
             source: Box::new(e),
         })
     }
 
-    /// Tensors of equal row length below one another.
-    fn stack(&mut self, parts: &[(&str, &[usize])]) -> Result<B::Buf<u16>, ModelError> {
-        let mut bits = std::mem::take(&mut self.bits);
-        bits.clear();
+    /// A matrix as its file has it.
+    pub fn read(&self, name: &str, shape: &[usize]) -> Result<HostMatrix, ModelError> {
+        let mut m = HostMatrix::default();
+        m.scaled = self.dense.matrix(name, shape, &mut m.bits, &mut m.scales)?;
+        Ok(m)
+    }
+
+    pub fn upload(&mut self, name: &str, m: &HostMatrix) -> Result<Matrix<B>, ModelError> {
+        self.scaled |= m.scaled;
+        Ok(Matrix {
+            bits: self.place(name, self.backend.upload(&m.bits))?,
+            scales: if m.scaled {
+                Some(self.place(name, self.backend.upload(&m.scales))?)
+            } else {
+                None
+            },
+        })
+    }
+
+    /// Matrices of equal row length below one another.
+    fn stack(&mut self, parts: &[(&str, &[usize])]) -> Result<Matrix<B>, ModelError> {
+        let mut m = HostMatrix {
+            bits: std::mem::take(&mut self.bits),
+            ..HostMatrix::default()
+        };
+        m.bits.clear();
         for (name, shape) in parts {
-            self.dense.bf16(name, shape, &mut bits)?;
+            m.scaled |= self.dense.matrix(name, shape, &mut m.bits, &mut m.scales)?;
         }
-        let placed = self.place(parts[0].0, self.backend.upload(&bits));
-        self.bits = bits;
+        let placed = self.upload(parts[0].0, &m);
+        self.bits = m.bits;
         placed
     }
 
-    fn one(&mut self, name: &str, shape: &[usize]) -> Result<B::Buf<u16>, ModelError> {
+    pub fn one(&mut self, name: &str, shape: &[usize]) -> Result<Matrix<B>, ModelError> {
         self.stack(&[(name, shape)])
+    }
+
+    pub fn vector(&mut self, name: &str, len: usize) -> Result<B::Buf<u16>, ModelError> {
+        let mut bits = Vec::with_capacity(len);
+        self.dense.bf16(name, &[len], &mut bits)?;
+        self.place(name, self.backend.upload(&bits))
+    }
+
+    /// A norm's weights, in another order.
+    pub fn vector_by(
+        &mut self,
+        name: &str,
+        len: usize,
+        order: impl Iterator<Item = usize>,
+    ) -> Result<B::Buf<u16>, ModelError> {
+        let mut bits = Vec::with_capacity(len);
+        self.dense.bf16(name, &[len], &mut bits)?;
+        let bits: Vec<u16> = order.map(|i| bits[i]).collect();
+        self.place(name, self.backend.upload(&bits))
+    }
+
+    fn kv_b(&mut self, name: &str) -> Result<KvB<B>, ModelError> {
+        let mla = &self.config.mla;
+        let (nope, value) = (mla.nope, mla.value);
+        let m = self.read(name, &[mla.heads * (nope + value), mla.latent])?;
+        let scales = if m.scaled {
+            let (mut queries, mut values) = (Vec::new(), Vec::new());
+            for head in m.scales.chunks(nope + value) {
+                queries.extend_from_slice(&head[..nope]);
+                queries.resize(queries.len() + mla.rope, 1.0);
+                values.extend_from_slice(&head[nope..]);
+            }
+            self.scaled = true;
+            Some((
+                self.place(name, self.backend.upload(&queries))?,
+                self.place(name, self.backend.upload(&values))?,
+            ))
+        } else {
+            None
+        };
+        Ok(KvB {
+            bits: self.place(name, self.backend.upload(&m.bits))?,
+            scales,
+        })
     }
 
     fn ffn(&mut self, l: usize, prefix: &str, width: usize) -> Result<Ffn<B>, ModelError> {
@@ -378,13 +497,7 @@ impl<B: LoadExperts> Loader<'_, B> {
         })
     }
 
-    fn layer(
-        &mut self,
-        l: usize,
-        kind: LayerKind,
-        source: &Source,
-        form: Form,
-    ) -> Result<Layer<B>, ModelError> {
+    fn latent(&mut self, l: usize, kind: LayerKind) -> Result<Latent<B>, ModelError> {
         let c = self.config;
         let mla = &c.mla;
         let attn = |part: &str| at(l, &format!("self_attn.{part}.weight"));
@@ -409,17 +522,46 @@ impl<B: LoadExperts> Loader<'_, B> {
                     &attn("indexer.wq_b"),
                     &[c.index.heads * c.index.dim, c.q_lora],
                 )?,
-                key_norm: self.one(&attn("indexer.k_norm"), &[c.index.dim])?,
-                key_bias: self.one(&at(l, "self_attn.indexer.k_norm.bias"), &[c.index.dim])?,
+                key_norm: self.vector(&attn("indexer.k_norm"), c.index.dim)?,
+                key_bias: self.vector(&at(l, "self_attn.indexer.k_norm.bias"), c.index.dim)?,
             })
         } else {
             None
         };
+        Ok(Latent {
+            input,
+            q_norm: self.vector(&attn("q_a_layernorm"), c.q_lora)?,
+            q_b: self.one(
+                &attn("q_b_proj"),
+                &[mla.heads * (mla.nope + mla.rope), c.q_lora],
+            )?,
+            kv_norm: self.vector(&attn("kv_a_layernorm"), mla.latent)?,
+            kv_b: self.kv_b(&attn("kv_b_proj"))?,
+            o: self.one(&attn("o_proj"), &[c.hidden, mla.heads * mla.value])?,
+            indexer,
+        })
+    }
+
+    fn layer(
+        &mut self,
+        l: usize,
+        kind: LayerKind,
+        source: &Source,
+        form: Form,
+    ) -> Result<Layer<B>, ModelError> {
+        let c = self.config;
+        let attention = match &c.grouped {
+            Some(grouped) => Attention::Grouped(Grouped::load(self, l, grouped)?),
+            None => Attention::Latent(self.latent(l, kind)?),
+        };
         let mlp = if kind.sparse {
-            let bias = self.dense.f32(
-                &at(l, "mlp.gate.e_score_correction_bias"),
-                &[c.router.experts],
-            )?;
+            let bias = match c.router.scoring {
+                Scoring::Sigmoid => self.dense.f32(
+                    &at(l, "mlp.gate.e_score_correction_bias"),
+                    &[c.router.experts],
+                )?,
+                Scoring::Softmax => vec![0.0; c.router.experts],
+            };
             let (experts, bytes) = source.layer(l)?;
             self.expert_bytes += bytes;
             Mlp::Sparse(Moe {
@@ -429,27 +571,18 @@ impl<B: LoadExperts> Loader<'_, B> {
                     &format!("the experts of layer {l}"),
                     self.backend.load_experts(experts, source.shape(), form),
                 )?,
-                shared: self.ffn(l, "mlp.shared_experts.", c.shared_intermediate)?,
+                shared: match c.shared_intermediate {
+                    0 => None,
+                    width => Some(self.ffn(l, "mlp.shared_experts.", width)?),
+                },
             })
         } else {
             Mlp::Dense(self.ffn(l, "mlp.", c.intermediate)?)
         };
         Ok(Layer {
-            input_norm: self.one(&at(l, "input_layernorm.weight"), &[c.hidden])?,
-            input,
-            q_norm: self.one(&attn("q_a_layernorm"), &[c.q_lora])?,
-            q_b: self.one(
-                &attn("q_b_proj"),
-                &[mla.heads * (mla.nope + mla.rope), c.q_lora],
-            )?,
-            kv_norm: self.one(&attn("kv_a_layernorm"), &[mla.latent])?,
-            kv_b: self.one(
-                &attn("kv_b_proj"),
-                &[mla.heads * (mla.nope + mla.value), mla.latent],
-            )?,
-            o: self.one(&attn("o_proj"), &[c.hidden, mla.heads * mla.value])?,
-            post_norm: self.one(&at(l, "post_attention_layernorm.weight"), &[c.hidden])?,
-            indexer,
+            input_norm: self.vector(&at(l, "input_layernorm.weight"), c.hidden)?,
+            attention,
+            post_norm: self.vector(&at(l, "post_attention_layernorm.weight"), c.hidden)?,
             mlp,
         })
     }
@@ -472,6 +605,7 @@ impl<B: LoadExperts> Model<B> {
             dense: &dense,
             config: &config,
             bits: Vec::new(),
+            scaled: false,
             expert_bytes: 0,
         };
         let table = [config.vocab, config.hidden];
@@ -481,7 +615,7 @@ impl<B: LoadExperts> Model<B> {
         } else {
             Some(loader.one("lm_head.weight", &table)?)
         };
-        let norm = loader.one("model.norm.weight", &[config.hidden])?;
+        let norm = loader.vector("model.norm.weight", config.hidden)?;
         let inv_freq = loader.place("inv_freq", backend.upload(&config.inv_freq()))?;
         let mut layers = Vec::with_capacity(config.layers.len());
         for (l, kind) in config.layers.iter().enumerate() {
@@ -497,6 +631,7 @@ impl<B: LoadExperts> Model<B> {
             experts,
             bytes: loader.expert_bytes,
         };
+        let scaled = loader.scaled;
         Ok(Self {
             columns: Columns::new(&config),
             rounded: dense.rounded(),
@@ -507,6 +642,7 @@ impl<B: LoadExperts> Model<B> {
             norm,
             head,
             inv_freq,
+            scaled,
             placement,
         })
     }

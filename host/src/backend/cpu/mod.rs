@@ -10,7 +10,9 @@ mod int4;
 
 pub use experts::{Experts, Prepared};
 
-use super::{Attend, Backend, Index, LayerExperts, LoadExperts, Mla, Router, Rows, RowsMut};
+use super::{
+    Attend, Backend, Index, LayerExperts, LoadExperts, Mla, Router, Rows, RowsMut, Scoring,
+};
 use crate::expert::{ExpertShape, Form};
 use crate::simd::{Arm, ArmError, Level};
 use bytemuck::{Pod, Zeroable};
@@ -683,8 +685,15 @@ impl Backend for Cpu {
             .zip(weights.chunks_mut(top_k.max(1)))
             .collect();
         for_each(tokens * experts >= 1 << 14, jobs, |((t, ids), weights)| {
-            let mut s = vec![0.0; experts];
-            dense::sigmoid(self.level, row(logits, t, experts), &mut s);
+            let logits = row(logits, t, experts);
+            let s = match router.scoring {
+                Scoring::Sigmoid => {
+                    let mut s = vec![0.0; experts];
+                    dense::sigmoid(self.level, logits, &mut s);
+                    s
+                }
+                Scoring::Softmax => super::reference::scores(router.scoring, logits),
+            };
             let choice: Vec<f32> = s.iter().zip(&bias[..]).map(|(s, b)| s + b).collect();
             choose(&choice, router, ids);
             let mut sum = 0.0;
@@ -722,6 +731,42 @@ impl Backend for Cpu {
             top_k,
             all_rows_mut(out, tokens, hidden),
         )
+    }
+
+    fn scale(
+        &self,
+        x: Rows<'_, Buf<f32>>,
+        scales: &Buf<f32>,
+        ids: Option<&Buf<u32>>,
+        cols: usize,
+        tokens: usize,
+        add: bool,
+        out: RowsMut<'_, Buf<f32>>,
+    ) -> Result<(), CpuError> {
+        let jobs = all_rows(x, tokens, cols)
+            .into_iter()
+            .zip(all_rows_mut(out, tokens, cols))
+            .enumerate()
+            .collect();
+        for_each(tokens * cols >= 1 << 16, jobs, |(t, (x, out))| {
+            let put = |out: &mut f32, product: f32| {
+                *out = if add { *out + product } else { product };
+            };
+            match ids {
+                Some(ids) => {
+                    let s = scales[ids[t] as usize];
+                    for (out, x) in out.iter_mut().zip(x) {
+                        put(out, x * s);
+                    }
+                }
+                None => {
+                    for ((out, x), s) in out.iter_mut().zip(x).zip(&scales[..cols]) {
+                        put(out, x * s);
+                    }
+                }
+            }
+        });
+        Ok(())
     }
 
     fn add(

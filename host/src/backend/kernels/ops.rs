@@ -10,7 +10,7 @@ use super::device::{Device, DeviceError, DeviceMemory, Launch};
 use super::experts::Experts;
 use super::plan;
 use super::table::*;
-use crate::backend::{Attend, Backend, Index, Mla, Router, Rows, RowsMut};
+use crate::backend::{Attend, Backend, Index, Mla, Router, Rows, RowsMut, Scoring};
 use crate::codec::Codec;
 
 /// What goes wrong in the kernel back end.
@@ -760,6 +760,9 @@ impl<D: Device> Backend for KernelBackend<D> {
                 gpu::route::NORMALISE
             } else {
                 0
+            } | match router.scoring {
+                Scoring::Sigmoid => 0,
+                Scoring::Softmax => gpu::route::SOFTMAX,
             },
             scaling: router.scaling,
             reserved: 0,
@@ -780,6 +783,44 @@ impl<D: Device> Backend for KernelBackend<D> {
         out: RowsMut<'_, Self::Buf<f32>>,
     ) -> Result<()> {
         self.run_experts(experts, x, ids, weights, top_k, tokens, out)
+    }
+
+    fn scale(
+        &self,
+        x: Rows<'_, Self::Buf<f32>>,
+        scales: &Self::Buf<f32>,
+        ids: Option<&Self::Buf<u32>>,
+        cols: usize,
+        tokens: usize,
+        add: bool,
+        out: RowsMut<'_, Self::Buf<f32>>,
+    ) -> Result<()> {
+        let from = input("scale: x", x, tokens, cols)?;
+        let to = output("scale: out", &out, tokens, cols)?;
+        let n = if ids.is_some() { scales.len } else { cols };
+        let mut flags = if add { gpu::scale::ADD } else { 0 };
+        let ids = match ids {
+            Some(ids) => {
+                flags |= gpu::scale::BY_ID;
+                ids.from("scale: ids", 0, tokens)?
+            }
+            None => Slice::EMPTY,
+        };
+        let args = gpu::scale::ScaleArgs {
+            x: from.slice,
+            scales: scales.from("scale: scales", 0, n)?,
+            ids,
+            out: to.slice,
+            x_stride: from.stride,
+            out_stride: to.stride,
+            cols: word("columns", cols)?,
+            n_scales: word("scales", n)?,
+            flags,
+            reserved: 0,
+        };
+        let threads = gpu::scale::THREADS;
+        let grid = [blocks(cols, threads), word("tokens", tokens)?, 1];
+        self.launch::<Scale>(Launch::new(grid, threads), args)
     }
 
     fn add(

@@ -74,6 +74,7 @@ use gpu::norm::NormArgs;
 use gpu::quantise::QuantiseArgs;
 use gpu::rope::RopeArgs;
 use gpu::route::RouteArgs;
+use gpu::scale::ScaleArgs;
 use gpu::silu::SiluMulArgs;
 
 kernels! {
@@ -135,6 +136,8 @@ kernels! {
     DecodeRansTriple = decode_rans::decode_rans_triple(ExpertArgs);
     /// The experts' weighted sum.
     Combine = combine::combine(CombineArgs);
+    /// Scales of weight rows.
+    Scale = scale::scale(ScaleArgs);
     /// Residual addition.
     Add = add::add(AddArgs);
 }
