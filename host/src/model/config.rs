@@ -121,14 +121,6 @@ impl Config {
             .collect()
     }
 
-    /// f32 that the cache of one position takes, over all layers.
-    pub fn cache_width(&self) -> usize {
-        let rows = self.grouped.map_or(1, |g| g.kv_heads);
-        let width = rows * (self.mla.latent + self.mla.rope);
-        let indexers = self.layers.iter().filter(|l| l.indexer).count();
-        self.layers.len() * width + indexers * self.index.dim
-    }
-
     fn parse(o: &Object) -> Result<Self, ModelError> {
         o.must("hidden_act", "silu", Some("silu"))?;
         for flag in ["attention_bias", "mlp_bias"] {

@@ -48,11 +48,12 @@ pub fn dense_read(config: &Config) -> u64 {
 /// Bytes of the caches of a sequence of `positions`.
 pub fn cache(config: &Config, positions: usize) -> u64 {
     let width = config.mla.latent + config.mla.rope;
+    let rows = config.grouped.map_or(1, |g| g.kv_heads) as u64;
     (config.layers.iter())
         .map(|kind| {
             let keys = if kind.indexer { config.index.dim } else { 0 };
             let f32s = |n: usize| allocation(4 * (positions * n) as u64);
-            f32s(width) + if keys > 0 { f32s(keys) } else { 0 }
+            rows * f32s(width) + if keys > 0 { f32s(keys) } else { 0 }
         })
         .sum()
 }
@@ -62,6 +63,7 @@ pub fn activations(config: &Config, positions: usize) -> u64 {
     let (c, mla) = (config, &config.mla);
     let t = CHUNK.min(positions).max(1);
     let width = mla.latent + mla.rope;
+    let heads = c.grouped.map_or(mla.heads, |g| g.heads);
     let sparse = positions > c.index.top_k;
     let listed = if sparse {
         2 * c.index.heads * c.index.dim + c.index.top_k
@@ -75,7 +77,7 @@ pub fn activations(config: &Config, positions: usize) -> u64 {
         + c.index.dim
         + c.index.heads
         + c.q_lora
-        + mla.heads * (mla.nope + mla.rope + width + mla.latent + mla.value)
+        + heads * (mla.nope + mla.rope + width + mla.latent + mla.value)
         + c.index.dim
         + listed
         + 3 * ffn

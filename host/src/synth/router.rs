@@ -178,9 +178,10 @@ pub fn usage(routing: &Routing, layers: &[u32], seed: u64) -> Profile {
 mod tests {
     use super::*;
     use crate::backend::cpu::Cpu;
-    use crate::backend::{Backend, rows, rows_mut};
+    use crate::backend::{Backend, Scoring, rows, rows_mut};
 
     const GLM: Router = Router {
+        scoring: Scoring::Sigmoid,
         experts: 256,
         top_k: 8,
         groups: 1,
