@@ -25,13 +25,6 @@ fn large_coded_experts() {
 }
 
 #[test]
-fn plane3_experts() {
-    for arm in Arm::ALL.into_iter().filter(|arm| arm.supported()) {
-        suite::experts::plane3_experts(&Cpu::with_arm(arm).unwrap());
-    }
-}
-
-#[test]
 fn more_than_there_is_is_an_error() {
     let cpu = Cpu::with_arm(Arm::Baseline).unwrap();
     for len in [usize::MAX, usize::MAX / 4, 1 << 60] {

@@ -12,17 +12,21 @@ use std::sync::OnceLock;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use cuda_std::mem::Slice;
-use gpu::abi::{CODEC_RAW, ExpertArgs, MatrixDesc, SCALES_AMAX, SCALES_F32, rans_codec};
+use gpu::abi::{
+    CODEC_PLANE3, CODEC_RAW, ExpertArgs, FROM_ALL, FROM_STREAM, MatrixDesc, SCALES_AMAX,
+    SCALES_F32, rans_codec,
+};
 use gpu::arith::scale_from_amax;
 use gpu::coded_plan;
 use gpu::layout::{Blocks, Folds, Symbol};
+use gpu::plane3::{Layout, PLANE_BYTES};
 use host::backend::kernels::{
-    CudaDevice, DecodeRansPair, DecodeRansTriple, Device, DeviceLimits, DeviceMemory,
-    EmulatedDevice, Launch, MatmulRansPair, MatmulRansSharedPair, MatmulRansSharedTriple,
-    MatmulRansTokensPair, MatmulRansTokensTriple, MatmulRansTriple, MatmulRaw, MatmulRawMma,
-    MatmulRawTokens,
+    CudaDevice, DecodePlane3, DecodeRansPair, DecodeRansTriple, Device, DeviceLimits, DeviceMemory,
+    EmulatedDevice, Launch, MatmulPlane3, MatmulPlane3Half, MatmulPlane3Narrow, MatmulRansPair,
+    MatmulRansSharedPair, MatmulRansSharedTriple, MatmulRansTokensPair, MatmulRansTokensTriple,
+    MatmulRansTriple, MatmulRaw, MatmulRawMma, MatmulRawTokens,
 };
-use host::codec::{Encoded, Table, count_symbols, encode};
+use host::codec::{Table, count_symbols, encode, plane3};
 
 /// Kernels of this suite.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -34,6 +38,9 @@ enum Kernel {
     RansTokens(Symbol),
     RansShared(Symbol),
     Decode(Symbol),
+    /// Strips of a segment.
+    Plane3(usize),
+    DecodePlane3,
 }
 
 /// What the suite asks of a device; a failure is a kernel's, or a defect of the suite.
@@ -79,6 +86,10 @@ impl<D: Device> On<D> {
                 }
                 Kernel::Decode(Symbol::Pair) => self.0.launch::<DecodeRansPair>(*launch, *args),
                 Kernel::Decode(Symbol::Triple) => self.0.launch::<DecodeRansTriple>(*launch, *args),
+                Kernel::Plane3(32) => self.0.launch::<MatmulPlane3>(*launch, *args),
+                Kernel::Plane3(16) => self.0.launch::<MatmulPlane3Half>(*launch, *args),
+                Kernel::Plane3(_) => self.0.launch::<MatmulPlane3Narrow>(*launch, *args),
+                Kernel::DecodePlane3 => self.0.launch::<DecodePlane3>(*launch, *args),
             }
         };
         done.and_then(|()| self.0.synchronize())
@@ -182,6 +193,18 @@ impl Data {
 enum Codec {
     Raw,
     Rans(Symbol),
+    /// Row scales only.
+    Plane3,
+}
+
+impl Codec {
+    fn number(self) -> u32 {
+        match self {
+            Codec::Raw => CODEC_RAW,
+            Codec::Rans(symbol) => rans_codec(symbol),
+            Codec::Plane3 => CODEC_PLANE3,
+        }
+    }
 }
 
 const PAIR: Codec = Codec::Rans(Symbol::Pair);
@@ -213,10 +236,31 @@ struct Matrix {
     codec: Codec,
     /// Bits of f32, or amax.
     scales: Vec<u32>,
-    encoded: Option<Encoded>,
+    encoded: Option<Stored>,
+}
+
+/// A coded matrix as kernels see it.
+struct Stored {
+    stream: Vec<u8>,
+    /// Block offsets, or headers.
+    offsets: Vec<u32>,
+    blocks: usize,
 }
 
 impl Case {
+    /// How plane3 cuts a matrix.
+    fn layout(&self) -> Layout {
+        Layout::new(self.rows, self.cols).unwrap()
+    }
+
+    /// Parts of a segment in `out`.
+    fn split(&self) -> usize {
+        match self.codecs.contains(&Codec::Plane3) && !self.unfused {
+            true => self.layout().segs() / Folds::new(self.cols).unwrap().segs(),
+            false => 1,
+        }
+    }
+
     fn matrix(&self, rng: &mut Rng, codec: Codec) -> Matrix {
         let packed = (0..self.rows * self.cols / 2)
             .map(|_| self.data.nibble(rng) | self.data.nibble(rng) << 4)
@@ -323,11 +367,27 @@ impl<'a, D: Device> Layer<'a, D> {
             any.then(|| Table::from_counts(symbol, &counts).unwrap())
         });
         for m in &mut matrices {
-            if let Codec::Rans(symbol) = m.codec {
-                let blocks = Blocks::new(case.rows, case.cols, symbol).unwrap();
-                let table = tables[symbol as usize].as_ref().unwrap();
-                m.encoded = Some(encode(&m.packed, &blocks, table).unwrap());
-            }
+            m.encoded = match m.codec {
+                Codec::Raw => None,
+                Codec::Rans(symbol) => {
+                    let blocks = Blocks::new(case.rows, case.cols, symbol).unwrap();
+                    let table = tables[symbol as usize].as_ref().unwrap();
+                    let e = encode(&m.packed, &blocks, table).unwrap();
+                    Some(Stored {
+                        stream: e.stream,
+                        offsets: e.offsets,
+                        blocks: blocks.blocks,
+                    })
+                }
+                Codec::Plane3 => {
+                    let e = plane3::encode(&m.packed, &case.layout()).unwrap();
+                    Some(Stored {
+                        stream: e.stream,
+                        offsets: e.headers,
+                        blocks: case.layout().blocks(),
+                    })
+                }
+            };
         }
         let slots: usize = case.tokens.iter().sum();
         let mut active = Vec::new();
@@ -383,9 +443,9 @@ impl<'a, D: Device> Layer<'a, D> {
                 cols: case.cols as u32,
                 ..MatrixDesc::default()
             };
-            if let (Some(e), Codec::Rans(symbol)) = (&m.encoded, m.codec) {
-                desc.codec = rans_codec(symbol);
-                desc.n_blocks = e.blocks.blocks as u32;
+            if let Some(e) = &m.encoded {
+                desc.codec = m.codec.number();
+                desc.n_blocks = e.blocks as u32;
                 desc.blocks = put(&e.offsets, e.offsets.len());
             }
             let scales: Vec<u32> = match case.amax {
@@ -400,12 +460,12 @@ impl<'a, D: Device> Layer<'a, D> {
             descs.extend(bytemuck::cast_slice::<MatrixDesc, u32>(&[desc]));
         }
         let n_active = active.len();
-        let out_len = case.count * folds.segs() * slots * case.rows;
+        let out_len = case.count * folds.segs() * case.split() * slots * case.rows;
         let scratch_len = n_active * case.count * case.rows * case.cols / 8;
         let out = runner.upload(&vec![PATTERN; out_len.max(1)]);
         let scratch = runner.upload(&vec![PATTERN; scratch_len]);
         let faults = runner.upload(&[0]);
-        let args = ExpertArgs {
+        let mut args = ExpertArgs {
             descs: put(&descs, matrices.len()),
             active: put(bytemuck::cast_slice(&active), n_active),
             n_active: put(&[n_active as u32], 1),
@@ -427,6 +487,7 @@ impl<'a, D: Device> Layer<'a, D> {
             ..ExpertArgs::default()
         }
         .with_shape(case.rows, &folds);
+        args.split = case.split() as u32;
         Layer {
             runner,
             case,
@@ -490,8 +551,35 @@ impl<'a, D: Device> Layer<'a, D> {
                     .launch(Kernel::RansShared(symbol), &launch, &args)?;
             }
         }
-        for several in [false, true] {
+        let plane3 = case.codecs.contains(&Codec::Plane3);
+        if plane3 {
             let mut args = self.args;
+            args.blocks = case.layout().blocks() as u32;
+            if !case.unfused {
+                let launch = coded_plan::matmul_plane3(&limits, &case.layout(), matrices);
+                (args.min_tokens, args.max_tokens) = (1, 1);
+                let kernel = Kernel::Plane3(case.layout().strips);
+                self.runner.launch(kernel, &launch, &args)?;
+                (args.min_tokens, args.max_tokens) = (2, u32::MAX);
+            }
+            if case.unfused || most > 1 {
+                // The kernel's segments are parts of the folds' even where `out` has none.
+                args.split = (case.layout().segs() / self.folds.segs()) as u32;
+                args.scratch = self.scratch();
+                let launch = coded_plan::decode_plane3(&limits, &case.layout(), matrices);
+                self.runner.launch(Kernel::DecodePlane3, &launch, &args)?;
+            }
+        }
+        for (several, sources) in [
+            (false, FROM_STREAM),
+            (true, FROM_STREAM),
+            (true, 1 << CODEC_PLANE3),
+        ] {
+            if sources != FROM_STREAM && (case.unfused || !plane3) {
+                continue;
+            }
+            let mut args = self.args;
+            args.sources = if case.unfused { FROM_ALL } else { sources };
             let mma = several && !case.grouped && case.direct;
             let (launch, job_rows) = if mma {
                 coded_plan::matmul_raw_mma(&limits, case.rows, &self.folds, matrices)
@@ -500,7 +588,7 @@ impl<'a, D: Device> Layer<'a, D> {
             };
             args.job_rows = job_rows;
             args.blocks = case.rows.div_ceil(job_rows as usize) as u32;
-            if case.unfused {
+            if args.sources != FROM_STREAM {
                 args.scratch = self.scratch();
             }
             (args.min_tokens, args.max_tokens) = if several { (2, u32::MAX) } else { (0, 1) };
@@ -532,7 +620,12 @@ impl<'a, D: Device> Layer<'a, D> {
             for m in 0..case.count {
                 let matrix = &self.matrices[*expert as usize * 3 + case.first + m];
                 let place = &scratch[(a * case.count + m) * size..][..size];
-                if case.unfused && matrix.codec != Codec::Raw {
+                let decoded = match matrix.codec {
+                    Codec::Raw => false,
+                    Codec::Plane3 => case.unfused || *tokens > 1,
+                    Codec::Rans(_) => case.unfused,
+                };
+                if decoded {
                     assert!(
                         place == words(&matrix.packed),
                         "{case:?}: scratch of expert {expert}"
@@ -547,11 +640,17 @@ impl<'a, D: Device> Layer<'a, D> {
                     let slot = (start + token) as usize;
                     let input = *self.row_map.get(slot).unwrap_or(&(slot as u32)) as usize;
                     let x = &self.x[input * case.cols..][..case.cols];
+                    let split = case.split();
                     for seg in 0..self.folds.segs() {
-                        let at = ((m * self.folds.segs() + seg) * slots + slot) * case.rows;
+                        let part = (m * self.folds.segs() + seg) * split;
+                        let at = |part: usize| (part * slots + slot) * case.rows;
                         for row in 0..case.rows {
+                            // Only int32 sums come in parts.
+                            let found = (part..part + split)
+                                .map(|p| out[at(p) + row])
+                                .fold(0, u32::wrapping_add);
                             assert_eq!(
-                                out[at + row],
+                                found,
                                 case.partial(matrix, x, row, seg),
                                 "{case:?}: expert {expert} ({:?}) matrix {m} segment {seg} \
                                  token {token} row {row}",
@@ -607,8 +706,11 @@ const ROWS: [usize; 18] = [
 fn every_width<D: Device>(runner: &On<D>) {
     let mut rng = Rng::fresh();
     for cols in COLS {
-        for codec in [Codec::Raw, PAIR, TRIPLE] {
+        for codec in [Codec::Raw, PAIR, TRIPLE, Codec::Plane3] {
             for grouped in [false, true] {
+                if grouped && codec == Codec::Plane3 {
+                    continue;
+                }
                 let mut case = simple(rng.pick(&ROWS), cols, codec);
                 case.grouped = grouped;
                 case.amax = rng.below(2) == 0;
@@ -626,9 +728,9 @@ fn every_width<D: Device>(runner: &On<D>) {
 fn every_height<D: Device>(runner: &On<D>) {
     let mut rng = Rng::fresh();
     for rows in ROWS {
-        for codec in [Codec::Raw, PAIR, TRIPLE] {
+        for codec in [Codec::Raw, PAIR, TRIPLE, Codec::Plane3] {
             let mut case = simple(rows, rng.pick(&[64, 256, 1536, 2048]), codec);
-            case.grouped = rng.below(2) == 0;
+            case.grouped = rng.below(2) == 0 && codec != Codec::Plane3;
             case.data = rng.pick(&DATA);
             check(runner, &case, &mut rng);
             case.unfused = true;
@@ -648,10 +750,10 @@ fn several_tokens<D: Device>(runner: &On<D>) {
         vec![1, 1, 9],
     ] {
         for cols in [64, 192, 512, 1536, 2048, 3072] {
-            for codec in [Codec::Raw, PAIR, TRIPLE] {
+            for codec in [Codec::Raw, PAIR, TRIPLE, Codec::Plane3] {
                 let mut case = simple(rng.pick(&ROWS[..15]), cols, codec);
                 case.tokens = tokens.clone();
-                case.grouped = rng.below(2) == 0;
+                case.grouped = rng.below(2) == 0 && codec != Codec::Plane3;
                 case.amax = rng.below(2) == 0;
                 case.data = rng.pick(&DATA);
                 case.unfused = rng.below(4) == 0;
@@ -676,6 +778,15 @@ fn mixed_codecs<D: Device>(runner: &On<D>) {
             case.first = 2;
             case.count = 1;
             check(runner, &case, &mut rng);
+            // With plane3, whose segments are halves, thirds or 31st parts of the others'.
+            for cols in [1984, 1536, 2048, 6144] {
+                let mut case = case.clone();
+                case.grouped = false;
+                case.cols = cols;
+                case.codecs = vec![Codec::Plane3, TRIPLE, Codec::Raw, Codec::Plane3, PAIR];
+                case.rows = rng.pick(&ROWS);
+                check(runner, &case, &mut rng);
+            }
         }
     }
 }
@@ -687,6 +798,8 @@ fn large<D: Device>(runner: &On<D>) {
         (2048, 6144, TRIPLE, false),
         (6144, 2048, PAIR, false),
         (1024, 8192, TRIPLE, true),
+        (2048, 6144, Codec::Plane3, false),
+        (6144, 2048, Codec::Plane3, false),
     ] {
         let mut case = simple(rows, cols, codec);
         case.count = 1;
@@ -736,13 +849,10 @@ fn damaged<D: Device>(runner: &On<D>) {
             stream: Slice::new(s.address(), stream.len() as u64),
             blocks: Slice::new(o.address(), offsets.len() as u64),
             scales: Slice::EMPTY,
-            codec: match codec {
-                Codec::Rans(symbol) => rans_codec(symbol),
-                Codec::Raw => CODEC_RAW,
-            },
+            codec: codec.number(),
             rows: case.rows as u32,
             cols: case.cols as u32,
-            n_blocks: encoded.blocks.blocks as u32,
+            n_blocks: encoded.blocks as u32,
             ..MatrixDesc::default()
         };
         let descs = [desc; 9];
@@ -760,6 +870,66 @@ fn damaged<D: Device>(runner: &On<D>) {
         faults * 4 > runs * 3,
         "{faults} faults in {runs} damaged streams"
     );
+}
+
+/// Damaged headers, lists and planes of plane3: no access out of bounds; headers that point past
+/// the stream and N lists that end early or late count as faults.
+fn damaged_plane3<D: Device>(runner: &On<D>) {
+    let mut rng = Rng::fresh();
+    for round in 0..30 {
+        let cols = rng.pick(&[64, 256, 512, 1536, 2048, 2112]);
+        let mut case = simple(rng.pick(&ROWS[3..]), cols, Codec::Plane3);
+        case.tokens = vec![1 + rng.below(2)];
+        case.unfused = rng.below(3) == 0;
+        case.count = 1;
+        let mut layer = Layer::new(runner, &case, &mut rng);
+        let encoded = layer.matrices[3].encoded.as_ref().unwrap();
+        let mut stream = words(&encoded.stream);
+        let mut offsets = encoded.offsets.clone();
+        let job = rng.below(case.layout().jobs());
+        let lists = (4 * offsets[2 * job]) as usize + PLANE_BYTES / 4;
+        let mut counts = true;
+        match round % 6 {
+            0 => {
+                stream.iter_mut().for_each(|w| *w = rng.next() as u32);
+                counts = false;
+            }
+            1 => stream.truncate(rng.below(stream.len() / 4) * 4),
+            2 => offsets[2 * job] = rng.next() as u32 | 1 << 24,
+            3 => offsets[2 * job + 1] = rng.next() as u32 | 1 << 31,
+            // One position further.
+            4 if stream[lists] & 255 < 254 => stream[lists] += 1,
+            _ => {
+                let at = rng.below(stream.len());
+                stream[at] ^= 1 << rng.below(32);
+                counts = false;
+            }
+        }
+        // Where list P is empty, nothing starts where N should end.
+        counts &= round % 6 != 4 || offsets[2 * job + 1] >> 16 != 0;
+        let (s, o) = (runner.upload(&stream), runner.upload(&offsets));
+        let desc = MatrixDesc {
+            stream: Slice::new(s.address(), stream.len() as u64),
+            blocks: Slice::new(o.address(), offsets.len() as u64),
+            scales: Slice::EMPTY,
+            codec: CODEC_PLANE3,
+            rows: case.rows as u32,
+            cols: case.cols as u32,
+            n_blocks: encoded.blocks as u32,
+            ..MatrixDesc::default()
+        };
+        let descs = [desc; 9];
+        let memory = runner.upload(bytemuck::cast_slice(&descs));
+        layer.args.descs = Slice::new(memory.address(), 9);
+        layer.keep.extend([s, o, memory]);
+        if let Err(error) = layer.run() {
+            panic!("{case:?}, damage {}: {error}", round % 6);
+        }
+        if counts {
+            let faults = runner.download(&layer.faults)[0];
+            assert!(faults > 0, "{case:?}, damage {}", round % 6);
+        }
+    }
 }
 
 macro_rules! suite {
@@ -791,5 +961,6 @@ suites!(
     several_tokens,
     mixed_codecs,
     large,
-    damaged
+    damaged,
+    damaged_plane3
 );

@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""SASS instructions per nibble in the decoding loops of the rANS kernels, by pipe.
+"""SASS instructions per nibble in the decoding loops of the coded kernels, by pipe.
 
     tools/ptxas.sh --cubin DIR && tools/sass.py DIR/gpu_sm_90.cubin [KERNEL ...]
 
 A loop is what a backward branch spans; those with a vote for at least 8 groups are printed. Blocks
 that a forward branch passes over and that copy a chunk of the stream or load scales run seldom or
-not at all; they are left out of `hot`. nvdisasm comes from $NVDISASM, PATH, or the PyPI package
+not at all; they are left out of `hot`. Of `matmul_plane3*` the loop over pairs of steps is printed, 8 warp
+rows of 32 nibbles a lane, and in it apart what adds 16 list entries a lane. nvdisasm comes from $NVDISASM, PATH, or the PyPI package
 nvidia-cuda-nvdisasm.
 """
 import collections
@@ -60,11 +61,34 @@ def instructions(body):
     return [(op, labels.get(to), guarded) for op, to, guarded in found]
 
 
+def report_plane3(kernel, code, loops):
+    for start, end in sorted(loops, key=lambda loop: loop[1] - loop[0]):
+        ops = [op for op, _, _ in code[start:end + 1]]
+        if sum(op.startswith("IDP.2A") for op in ops) < 128:
+            continue
+        entries = set()
+        atoms = [i for i in range(start, end + 1) if code[i][0].startswith("ATOMS")]
+        for i in range(start, end + 1):
+            to = code[i][1]
+            if to is not None and i < to <= end + 1 and any(i < k < to for k in atoms) and \
+                    not any(code[k][0].startswith("IDP.2A") for k in range(i + 1, to)):
+                entries.update(range(i + 1, to))
+        for name, n, kept in (("steps", 256, [k for k in range(start, end + 1) if k not in entries]),
+                              ("list, per entry", 16, sorted(entries))):
+            counts = collections.Counter(pipe(code[k][0]) for k in kept)
+            pipes = ", ".join(f"{k} {v / n:.2f}" for k, v in counts.most_common(8))
+            print(f"  {name}: {len(kept)} instructions = {len(kept) / n:.2f} ({pipes})")
+        return
+
+
 def report(kernel, body):
     code = instructions(body)
     loops = [(to, i) for i, (_, to, _) in enumerate(code) if to is not None and to <= i]
     nibbles = 6 if "triple" in kernel else 4
     print(f"{kernel}: {len(code)} instructions")
+    if "plane3" in kernel:
+        report_plane3(kernel, code, loops)
+        return
     for start, end in sorted(loops):
         votes = [i for i in range(start, end + 1) if code[i][0].startswith("VOTE.ANY")]
         inner = [1 for a, b in loops if (a, b) != (start, end) and start <= a and b <= end
@@ -92,7 +116,7 @@ def main():
     if len(sys.argv) < 2:
         sys.exit(__doc__)
     bodies = functions(sys.argv[1])
-    for kernel in sys.argv[2:] or sorted(k for k in bodies if "rans" in k):
+    for kernel in sys.argv[2:] or sorted(k for k in bodies if "rans" in k or "matmul_plane3" in k):
         report(kernel, bodies[kernel])
 
 

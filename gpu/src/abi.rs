@@ -60,7 +60,7 @@ pub struct MatrixDesc {
 const _: () = assert!(size_of::<MatrixDesc>() == 72);
 
 /// Arguments of the expert kernels: `matmul_raw`, `matmul_raw_tokens`, `matmul_raw_mma`, `matmul_rans_*`,
-/// `matmul_rans_tokens_*`, `matmul_rans_shared_*`, `decode_rans_*`.
+/// `matmul_rans_tokens_*`, `matmul_rans_shared_*`, `decode_rans_*`, `matmul_plane3`, `decode_plane3`.
 ///
 /// A launch covers matrices `first .. first + count` (gate and up, or down) of the active experts
 /// `active_begin .. min(active_end, n_active)`; all of them are `[rows, cols]`. A kernel passes over
@@ -84,10 +84,11 @@ pub struct ExpertArgs {
     /// `u32` `[slots]`: input of a slot; empty: slot `i` reads input `i`.
     pub row_map: Slice,
     /// `u32` `[active_end - active_begin, count, rows * cols / 8]`: packed nibbles that
-    /// `decode_rans_*` writes. `matmul_raw*` takes coded matrices from here; empty: passes over them.
+    /// `decode_*` writes. `matmul_raw*` takes coded matrices from here.
     pub scratch: Slice,
-    /// `u32` `[count, segs, slots, rows]`: partial results, i32 dot products or, where `grouped`,
-    /// f32 bits of the segment's scaled sum (without the activation scale). At most 2^32 - 1 words.
+    /// `u32` `[count, segs * split, slots, rows]`: partial results, i32 dot products or, where
+    /// `grouped`, f32 bits of the segment's scaled sum (without the activation scale). At most
+    /// 2^32 - 1 words.
     pub out: Slice,
     /// `u32` `[1]`: incremented for each job whose final states show a corrupt stream; may be empty.
     pub faults: Slice,
@@ -124,12 +125,23 @@ pub struct ExpertArgs {
     /// What fits the block's shared memory beside all else: of `matmul_rans_shared_*` tokens'
     /// activations, of `matmul_rans_tokens_*` those of all tokens of an expert in a segment.
     pub stage: u32,
+    /// Parts of a segment in `out`. 1, but where a launch of `matmul_plane3`, whose segments are
+    /// those parts, fills the same `out`: others leave their results in the first part, and that
+    /// launch leaves 0 in the other parts of what it does not cover.
+    pub split: u32,
+    /// Raw kernels: which codecs' matrices they cover, bit `c` for codec `c`.
+    pub sources: u32,
 }
 
-const _: () = assert!(size_of::<ExpertArgs>() == 224);
+const _: () = assert!(size_of::<ExpertArgs>() == 232);
+
+/// [`ExpertArgs::sources`]: raw matrices alone.
+pub const FROM_STREAM: u32 = 1 << CODEC_RAW;
+/// [`ExpertArgs::sources`]: raw matrices, and all others from `scratch`.
+pub const FROM_ALL: u32 = !0;
 
 impl ExpertArgs {
-    /// Sets `rows`, `cols` and what follows from the columns.
+    /// Sets `rows`, `cols` and what follows from the columns; `split` to 1.
     #[must_use]
     pub const fn with_shape(mut self, rows: usize, folds: &Folds) -> Self {
         self.rows = rows as u32;
@@ -137,6 +149,7 @@ impl ExpertArgs {
         self.fold = folds.fold as u32;
         self.rounds = folds.rounds as u32;
         self.segs = folds.segs() as u32;
+        self.split = 1;
         self
     }
 }

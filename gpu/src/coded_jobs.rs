@@ -197,13 +197,15 @@ pub(crate) fn scale_at(desc: &MatrixDesc, index: u32) -> f32 {
     }
 }
 
-/// Stores the partial result of a row of a slot, for a matrix and segment.
+/// Stores the partial result of a row of a slot, for a matrix and segment, to the
+/// first part of the segment.
 ///
 /// By a 32-bit index, which takes fewer registers than the address of a slot's rows.
 #[inline(always)]
 pub(crate) fn store_out(args: &ExpertArgs, job: &Job, slot: u32, row: u32, value: u32) {
-    let index = ((job.matrix * args.segs + job.seg) * args.slots + slot) * args.rows + row;
-    // SAFETY: `out` holds `count * segs * slots * rows` words; each is written by one lane.
+    let segment = (job.matrix * args.segs + job.seg) * args.split;
+    let index = (segment * args.slots + slot) * args.rows + row;
+    // SAFETY: `out` holds `count * segs * split * slots * rows` words; each is written by one lane.
     unsafe { GlobalMut::<u32>::new(args.out) }.store(index, value);
 }
 

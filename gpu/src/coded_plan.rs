@@ -3,8 +3,10 @@
 use crate::coded::RING;
 use crate::launch::{DeviceLimits, Launch};
 use crate::layout::{Folds, Symbol};
+use crate::plane3::Layout;
 use crate::{
-    decode_rans, matmul_rans, matmul_rans_shared, matmul_rans_tokens, matmul_raw, matmul_raw_mma,
+    decode_plane3, decode_rans, matmul_plane3, matmul_rans, matmul_rans_shared, matmul_rans_tokens,
+    matmul_raw, matmul_raw_mma,
 };
 
 /// A device that a kernel does not fit.
@@ -183,6 +185,38 @@ pub fn matmul_rans_shared(
     Ok((launch, stage))
 }
 
+/// `matmul_plane3`, `matmul_plane3_half` or `matmul_plane3_narrow`, by the layout's strips: as many
+/// blocks as are resident at once. `matrices` is the number of (expert, matrix) at most.
+pub fn matmul_plane3(limits: &DeviceLimits, layout: &Layout, matrices: u64) -> Launch {
+    let warp = matmul_plane3::warp_bytes(layout.strips as u32);
+    let warps = (limits.shared_per_block / warp).clamp(1, matmul_plane3::THREADS / 32);
+    plane3_launch(limits, layout, matrices, warps, warp, matmul_plane3::BLOCKS)
+}
+
+/// `decode_plane3`, likewise.
+pub fn decode_plane3(limits: &DeviceLimits, layout: &Layout, matrices: u64) -> Launch {
+    let warp = decode_plane3::WARP_BYTES;
+    let warps = (limits.shared_per_block / warp).clamp(1, decode_plane3::THREADS / 32);
+    plane3_launch(limits, layout, matrices, warps, warp, 3)
+}
+
+fn plane3_launch(
+    limits: &DeviceLimits,
+    layout: &Layout,
+    matrices: u64,
+    warps: u32,
+    warp_bytes: u32,
+    most: u32,
+) -> Launch {
+    // A block takes 1 KiB of a multiprocessor's shared memory besides its own.
+    let resident = (limits.shared_per_sm / (warps * warp_bytes + 1024)).clamp(1, most);
+    let jobs = matrices * layout.jobs() as u64;
+    let grid = jobs
+        .div_ceil(u64::from(warps))
+        .min(u64::from(limits.sms * resident)) as u32;
+    Launch::new([grid, 1, 1], warps * 32).shared(warps * warp_bytes)
+}
+
 /// `matmul_raw` (`several` false) or `matmul_raw_tokens`: the launch and
 /// [`crate::abi::ExpertArgs::job_rows`]. `matrices` is the number of (expert, matrix) at most.
 ///
@@ -318,6 +352,28 @@ mod tests {
                         assert!(launch.shared <= limits.shared_per_block);
                         assert!(launch.threads >= 128);
                     }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn plane3_fills_a_device() {
+        // Gate and up of 8 experts: 16 matrices of 64 by 6 jobs.
+        let layout = Layout::new(2048, 6144).unwrap();
+        let launch = matmul_plane3(&H200, &layout, 16);
+        assert_eq!((launch.grid[0], launch.threads), (396, 256));
+        let launch = matmul_plane3(&H200, &Layout::new(6144, 2048).unwrap(), 8);
+        assert_eq!((launch.grid[0], launch.threads), (384, 256));
+        for limits in [H200, RTX_5090] {
+            for cols in (64..=8192).step_by(64) {
+                let layout = Layout::new(100, cols).unwrap();
+                for launch in [
+                    matmul_plane3(&limits, &layout, 10_000),
+                    decode_plane3(&limits, &layout, 10_000),
+                ] {
+                    assert!(launch.shared <= limits.shared_per_block && launch.threads >= 128);
+                    assert!(launch.grid[0] >= limits.sms);
                 }
             }
         }

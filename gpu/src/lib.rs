@@ -27,6 +27,7 @@ pub mod coded_ops;
 #[cfg(not(target_arch = "nvptx64"))]
 pub mod coded_plan;
 pub mod combine;
+pub mod decode_plane3;
 pub mod decode_rans;
 pub mod dot;
 pub mod embed;
@@ -35,6 +36,7 @@ pub mod index;
 pub mod launch;
 pub mod layout;
 pub mod linear;
+pub mod matmul_plane3;
 pub mod matmul_rans;
 pub mod matmul_rans_shared;
 pub mod matmul_rans_tokens;

@@ -87,14 +87,15 @@ unsafe fn matmul<const SEVERAL: bool>(args: &ExpertArgs) {
     }
 }
 
-/// Packed nibbles of a job's matrix; `None` for a coded one that is not in `scratch`.
+/// Packed nibbles of a job's matrix; `None` unless its codec is one of the launch's `sources`.
 #[inline(always)]
 pub(crate) fn packed(args: &ExpertArgs, job: &Job, desc: &MatrixDesc) -> Option<Global<u32>> {
     let words = u64::from(args.rows) * u64::from(args.cols / 8);
+    if args.sources >> (desc.codec & 31) & 1 == 0 {
+        return None;
+    }
     let packed = if desc.codec == CODEC_RAW {
         desc.stream.part::<u32>(0, words)
-    } else if args.scratch.is_empty() {
-        return None;
     } else {
         let place = u64::from(job.active * args.count + job.matrix) * words;
         args.scratch.part::<u32>(place, words)

@@ -209,7 +209,7 @@ macro_rules! suite {
     ($($name:ident = $make:expr;)*) => {$(
         mod $name {
             $crate::suite!(@tests $make, ops: embed norms elementwise scale linear rope latent attention index route);
-            $crate::suite!(@tests $make, experts: raw_experts coded_experts mixed_codecs);
+            $crate::suite!(@tests $make, experts: raw_experts coded_experts mixed_codecs plane3_experts);
         }
     )*};
     (@tests $make:expr, $module:ident: $($case:ident)*) => {$(

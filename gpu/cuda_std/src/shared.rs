@@ -241,6 +241,35 @@ impl<T: Pod> Shared<T> {
         emulator::shared_read(self.address, self.bytes(), u64::from(byte), align_of::<T>())
     }
 
+    /// The i16 at byte `byte`, or 0 where `condition` is 0: one predicated load.
+    #[inline(always)]
+    #[track_caller]
+    #[must_use]
+    pub fn load_i16_if(&self, condition: u32, byte: u32) -> i32 {
+        #[cfg(target_arch = "nvptx64")]
+        {
+            let value: i32;
+            // SAFETY: in bounds by the contract of the view where the condition holds.
+            unsafe {
+                core::arch::asm!(
+                    "{{ .reg .pred p; setp.ne.u32 p, {c}, 0; mov.u32 {x}, 0;",
+                    "@p ld.shared.s16 {x}, [{a}]; }}",
+                    x = out(reg32) value, c = in(reg32) condition,
+                    a = in(reg32) self.address + byte,
+                    options(pure, readonly, nostack, preserves_flags)
+                );
+            }
+            value
+        }
+        #[cfg(not(target_arch = "nvptx64"))]
+        if condition == 0 {
+            0
+        } else {
+            let value: i16 = emulator::shared_read(self.address, self.bytes(), u64::from(byte), 2);
+            i32::from(value)
+        }
+    }
+
     /// Words `word` to `word + 1` (`ld.shared.v2`).
     #[inline(always)]
     #[track_caller]
@@ -332,6 +361,21 @@ impl<T: Pod> Shared<T> {
         }
         #[cfg(not(target_arch = "nvptx64"))]
         emulator::shared_add(self.address, self.bytes(), bytes_to::<u32>(word), value);
+    }
+
+    /// Adds to the word at byte `byte` modulo 2^32, for indices that come scaled.
+    #[inline(always)]
+    #[track_caller]
+    pub fn atomic_add_at_byte(&self, byte: u32, value: i32) {
+        #[cfg(target_arch = "nvptx64")]
+        // SAFETY: in bounds by the contract of the view.
+        unsafe {
+            core::arch::asm!("red.shared.add.u32 [{a}], {v};",
+                a = in(reg32) self.address + byte, v = in(reg32) value,
+                options(nostack, preserves_flags));
+        }
+        #[cfg(not(target_arch = "nvptx64"))]
+        emulator::shared_add(self.address, self.bytes(), u64::from(byte), value as u32);
     }
 
     /// Adds to word `word` modulo 2^32 and returns what it held (`atom.shared.add`, relaxed). Which

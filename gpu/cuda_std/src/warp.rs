@@ -243,3 +243,35 @@ reduce!(
     /// Exclusive or of the lanes' values.
     reduce_xor_u32, u32, reduce_xor, ReduceXor
 );
+
+/// Sum of the values of this lane and all below, modulo 2^32.
+///
+/// Five shuffles whose predicates say which lanes add; written with [`shuffle_up_u32`] each step
+/// compares the lane first.
+#[inline(always)]
+#[track_caller]
+#[must_use]
+pub fn scan_add_u32(value: u32) -> u32 {
+    let mut sum = value;
+    #[cfg(target_arch = "nvptx64")]
+    // SAFETY: all live lanes call it. Not `pure`, so that it is not moved to where fewer do.
+    unsafe {
+        core::arch::asm!(
+            "{{ .reg .pred p; .reg .b32 t;",
+            "shfl.sync.up.b32 t|p, {v}, 1, 0, -1; @p add.u32 {v}, {v}, t;",
+            "shfl.sync.up.b32 t|p, {v}, 2, 0, -1; @p add.u32 {v}, {v}, t;",
+            "shfl.sync.up.b32 t|p, {v}, 4, 0, -1; @p add.u32 {v}, {v}, t;",
+            "shfl.sync.up.b32 t|p, {v}, 8, 0, -1; @p add.u32 {v}, {v}, t;",
+            "shfl.sync.up.b32 t|p, {v}, 16, 0, -1; @p add.u32 {v}, {v}, t; }}",
+            v = inlateout(reg32) sum, options(nomem, nostack, preserves_flags)
+        );
+    }
+    #[cfg(not(target_arch = "nvptx64"))]
+    for lanes in [1, 2, 4, 8, 16] {
+        let below = shuffle_up_u32(sum, lanes);
+        if lane_id() >= lanes {
+            sum = sum.wrapping_add(below);
+        }
+    }
+    sum
+}

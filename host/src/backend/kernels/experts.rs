@@ -12,6 +12,7 @@ use gpu::abi::{self, ExpertArgs, MatrixDesc};
 use gpu::coded_plan::{self, DoesNotFit};
 use gpu::launch::Launch;
 use gpu::layout::{Folds, Symbol};
+use gpu::plane3::Layout;
 
 use super::device::{ALIGNMENT, Device, DeviceMemory};
 use super::ops::{Buffer, KernelBackend, KernelError, Result, View, input, output, word};
@@ -34,8 +35,25 @@ struct Class<M> {
     folds: Folds,
     /// Whether any is stored raw.
     raw: bool,
-    /// Whether any is coded, and how.
+    /// Whether any is coded in rANS, and how.
     coded: Option<Coded<M>>,
+    /// How those in plane3 are cut, if there are any.
+    plane3: Option<Layout>,
+}
+
+impl<M> Class<M> {
+    /// Parts of a segment that partial sums come in: `matmul_plane3` has segments of its own.
+    fn split(&self, form: Form) -> usize {
+        match (&self.plane3, form) {
+            (Some(layout), Form::Fused) => layout.segs() / self.folds.segs(),
+            _ => 1,
+        }
+    }
+
+    /// Partial sums of a row.
+    fn parts(&self, form: Form) -> usize {
+        self.folds.segs() * self.split(form)
+    }
 }
 
 struct Coded<M> {
@@ -109,6 +127,7 @@ impl<D: Device> KernelBackend<D> {
                 folds,
                 raw: false,
                 coded: None,
+                plane3: None,
             })
         };
         Ok([
@@ -249,7 +268,8 @@ impl<D: Device> KernelBackend<D> {
             ScaleKind::Row => 0,
             ScaleKind::G64 => gpu::act::GROUPED,
         };
-        let partials = |class: &Class<_>| class.count * class.folds.segs() * class.rows;
+        let form = experts.form;
+        let partials = |class: &Class<_>| class.count * class.parts(form) * class.rows;
         let a_slot = 4 * (partials(gate_up) + partials(down)) + 3 * intermediate + 64;
         let at_once = plan::tokens_at_once(tokens, top_k * a_slot + 3 * hidden);
         for start in (0..tokens).step_by(at_once) {
@@ -284,7 +304,7 @@ impl<D: Device> KernelBackend<D> {
                 scales: h_scales.slice(),
                 sums: h_sums.slice(),
                 rows: word("rows", intermediate)?,
-                segs: word("segments", gate_up.folds.segs())?,
+                segs: word("segments", gate_up.parts(form))?,
                 slots: slots32,
                 flags,
             };
@@ -310,7 +330,7 @@ impl<D: Device> KernelBackend<D> {
                 out: to.skip(start).slice,
                 out_stride: to.stride,
                 rows: word("rows", hidden)?,
-                segs: word("segments", down.folds.segs())?,
+                segs: word("segments", down.parts(form))?,
                 slots: slots32,
                 k,
                 flags,
@@ -408,16 +428,80 @@ impl<D: Device> KernelBackend<D> {
             ..Default::default()
         }
         .with_shape(class.rows, &class.folds);
-
-        let Some(coded) = &class.coded else {
-            return self.matmul_raw(class, groups, args);
+        let args = ExpertArgs {
+            split: class.split(experts.form) as u32,
+            sources: abi::FROM_STREAM,
+            ..args
+        };
+        let decoded = match (&class.coded, &class.plane3) {
+            (None, None) => return self.matmul_raw(class, groups, args, 1),
+            (coded, plane3) => Decoded {
+                coded: coded.as_ref(),
+                plane3: plane3.as_ref(),
+            },
         };
         if experts.form == Form::Unfused {
-            return self.decode_and_multiply(class, coded, groups, args);
+            let args = ExpertArgs {
+                sources: abi::FROM_ALL,
+                ..args
+            };
+            return self.decode_and_multiply(class, decoded, groups, args, 1);
         }
         if class.raw {
-            self.matmul_raw(class, groups, args)?;
+            self.matmul_raw(class, groups, args, 1)?;
         }
+        if let Some(layout) = &class.plane3 {
+            self.matmul_plane3(class, layout, groups, args)?;
+        }
+        if let Some(coded) = &class.coded {
+            self.matmul_rans(class, coded, groups, args)?;
+        }
+        Ok(())
+    }
+
+    /// Matrices in plane3: fused for one token, by way of scratch for several.
+    fn matmul_plane3(
+        &self,
+        class: &Class<D::Memory>,
+        layout: &Layout,
+        groups: &Groups<D::Memory>,
+        args: ExpertArgs,
+    ) -> Result<()> {
+        let matrices = (groups.most * class.count) as u64;
+        let launch = coded_plan::matmul_plane3(self.device().limits(), layout, matrices);
+        let one = ExpertArgs {
+            blocks: word("blocks", layout.blocks())?,
+            min_tokens: 1,
+            max_tokens: 1,
+            ..args
+        };
+        match layout.strips {
+            32 => self.launch::<MatmulPlane3>(launch, one)?,
+            16 => self.launch::<MatmulPlane3Half>(launch, one)?,
+            _ => self.launch::<MatmulPlane3Narrow>(launch, one)?,
+        }
+        if groups.tokens == 1 {
+            return Ok(());
+        }
+        let decoded = Decoded {
+            coded: None,
+            plane3: Some(layout),
+        };
+        let args = ExpertArgs {
+            sources: 1 << abi::CODEC_PLANE3,
+            ..args
+        };
+        self.decode_and_multiply(class, decoded, groups, args, 2)
+    }
+
+    /// Matrices in rANS, decoded while they are multiplied.
+    fn matmul_rans(
+        &self,
+        class: &Class<D::Memory>,
+        coded: &Coded<D::Memory>,
+        groups: &Groups<D::Memory>,
+        args: ExpertArgs,
+    ) -> Result<()> {
         let limits = self.device().limits();
         let jobs = groups.most * class.count * coded.blocks * class.folds.segs();
         let mut args = ExpertArgs {
@@ -471,18 +555,19 @@ impl<D: Device> KernelBackend<D> {
         Ok(())
     }
 
-    /// Raw matrices, and those that `args.scratch` holds decoded.
+    /// The matrices of `args.sources`, of experts with `least` tokens or more.
     fn matmul_raw(
         &self,
         class: &Class<D::Memory>,
         groups: &Groups<D::Memory>,
         mut args: ExpertArgs,
+        least: u32,
     ) -> Result<()> {
         let limits = self.device().limits();
         let active = (args.active_end - args.active_begin) as usize;
         let matrices = (active * class.count) as u64;
         for (several, tokens) in [(false, (1, 1)), (true, (2, u32::MAX))] {
-            if several && groups.tokens == 1 {
+            if several && groups.tokens == 1 || !several && least > 1 {
                 continue;
             }
             let mma = several && args.grouped == 0;
@@ -505,38 +590,64 @@ impl<D: Device> KernelBackend<D> {
         Ok(())
     }
 
-    /// Decodes a few experts to scratch, multiplies from there, and so on.
+    /// Decodes a few experts to scratch, multiplies from there, and so on. Experts with fewer than
+    /// `least` tokens are passed over.
     fn decode_and_multiply(
         &self,
         class: &Class<D::Memory>,
-        coded: &Coded<D::Memory>,
+        decoded: Decoded<'_, D::Memory>,
         groups: &Groups<D::Memory>,
         args: ExpertArgs,
+        least: u32,
     ) -> Result<()> {
+        let limits = self.device().limits();
         let words = class.count * class.rows * class.folds.cols / 8;
         let at_once = (DECODED / (4 * words)).clamp(1, groups.most);
         let scratch = self.scratch::<u32>(at_once * words)?;
         for begin in (0..groups.most).step_by(at_once) {
             let end = (begin + at_once).min(groups.most);
-            let jobs = (end - begin) * class.count * coded.blocks * class.folds.segs();
-            let launch = coded_plan::decode_rans(self.device().limits(), coded.symbol, jobs as u64)
-                .map_err(|e| self.does_not_fit(e))?;
+            let matrices = (end - begin) * class.count;
             let args = ExpertArgs {
-                table: coded.table.slice(),
                 scratch: scratch.slice(),
-                blocks: coded.blocks as u32,
                 active_begin: begin as u32,
                 active_end: end as u32,
                 ..args
             };
-            match coded.symbol {
-                Symbol::Pair => self.launch::<DecodeRansPair>(launch, args)?,
-                Symbol::Triple => self.launch::<DecodeRansTriple>(launch, args)?,
+            if let Some(coded) = decoded.coded {
+                let jobs = matrices * coded.blocks * class.folds.segs();
+                let launch = coded_plan::decode_rans(limits, coded.symbol, jobs as u64)
+                    .map_err(|e| self.does_not_fit(e))?;
+                let args = ExpertArgs {
+                    table: coded.table.slice(),
+                    blocks: coded.blocks as u32,
+                    ..args
+                };
+                match coded.symbol {
+                    Symbol::Pair => self.launch::<DecodeRansPair>(launch, args)?,
+                    Symbol::Triple => self.launch::<DecodeRansTriple>(launch, args)?,
+                }
             }
-            self.matmul_raw(class, groups, args)?;
+            if let Some(layout) = decoded.plane3 {
+                let launch = coded_plan::decode_plane3(limits, layout, matrices as u64);
+                let args = ExpertArgs {
+                    blocks: word("blocks", layout.blocks())?,
+                    split: (layout.segs() / class.folds.segs()) as u32,
+                    min_tokens: least,
+                    max_tokens: u32::MAX,
+                    ..args
+                };
+                self.launch::<DecodePlane3>(launch, args)?;
+            }
+            self.matmul_raw(class, groups, args, least)?;
         }
         Ok(())
     }
+}
+
+/// What of a class is decoded to scratch.
+struct Decoded<'a, M> {
+    coded: Option<&'a Coded<M>>,
+    plane3: Option<&'a Layout>,
 }
 
 /// Activations in fixed point.
@@ -629,10 +740,7 @@ impl<D: Device> KernelBackend<D> {
                     (Codec::Rans(_), Some(coded)) => coded.blocks = coded.blocks.max(n_blocks),
                     (Codec::Rans(_), None) => unreachable!("a checked record's table exists"),
                     (Codec::Raw, _) => class.raw = true,
-                    (Codec::Plane3, _) => {
-                        let codec = m.codec;
-                        return Err(KernelError::Codec { expert, codec });
-                    }
+                    (Codec::Plane3, _) => class.plane3 = Layout::new(rows, cols),
                 }
                 descs.push(MatrixDesc {
                     stream: part(&m.stream, 4),
@@ -641,7 +749,7 @@ impl<D: Device> KernelBackend<D> {
                     codec: match m.codec {
                         Codec::Raw => abi::CODEC_RAW,
                         Codec::Rans(symbol) => abi::rans_codec(symbol),
-                        Codec::Plane3 => u32::from(m.codec.number()),
+                        Codec::Plane3 => abi::CODEC_PLANE3,
                     },
                     scale_format: match m.scale_format {
                         ScaleFormat::F32 => abi::SCALES_F32,

@@ -11,7 +11,6 @@ use super::experts::Experts;
 use super::plan;
 use super::table::*;
 use crate::backend::{Attend, Backend, Index, Mla, Router, Rows, RowsMut, Scoring};
-use crate::codec::Codec;
 
 /// What goes wrong in the kernel back end.
 #[derive(Debug, thiserror::Error)]
@@ -62,14 +61,6 @@ pub enum KernelError {
         device: String,
         /// What is needed.
         source: DoesNotFit,
-    },
-    /// A codec without kernels.
-    #[error("expert {expert} is coded as {codec}, which only the CPU takes; use --device cpu")]
-    Codec {
-        /// Expert.
-        expert: usize,
-        /// Its codec.
-        codec: Codec,
     },
     /// Jobs whose decoder did not end in its start state.
     #[error(

@@ -134,6 +134,14 @@ kernels! {
     DecodeRansPair = decode_rans::decode_rans_pair(ExpertArgs);
     /// Matrices coded in triples, likewise.
     DecodeRansTriple = decode_rans::decode_rans_triple(ExpertArgs);
+    /// Matrices in plane3 of experts with one token, segments of 1,024 columns.
+    MatmulPlane3 = matmul_plane3::matmul_plane3(ExpertArgs);
+    /// The same, segments of 512 columns.
+    MatmulPlane3Half = matmul_plane3::matmul_plane3_half(ExpertArgs);
+    /// The same, shorter segments.
+    MatmulPlane3Narrow = matmul_plane3::matmul_plane3_narrow(ExpertArgs);
+    /// Matrices in plane3 to packed rows.
+    DecodePlane3 = decode_plane3::decode_plane3(ExpertArgs);
     /// The experts' weighted sum.
     Combine = combine::combine(CombineArgs);
     /// Scales of weight rows.

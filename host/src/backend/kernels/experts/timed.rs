@@ -65,7 +65,7 @@ impl<D: Cached> Timed for KernelBackend<D> {
         let ids = self.upload(ids)?;
         let [gate_up, down] = &experts.classes;
         let room = |class: &super::Class<D::Memory>| {
-            self.scratch(tokens * top_k * class.count * class.folds.segs() * class.rows)
+            self.scratch(tokens * top_k * class.count * class.parts(experts.form) * class.rows)
         };
         Ok(Prepared {
             inputs: quantise(x, tokens, hidden)?,
