@@ -6,10 +6,13 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
 
-use host::convert::convert;
-use host::expert::{MatrixKind, ScaleKind};
-use host::model::Config;
+use host::backend::cpu::Cpu;
+use host::convert::{DenseFormat, Options, convert};
+use host::expert::{Form, MatrixKind, ScaleKind};
 use host::model::directory::{RawExperts, expert_tensor};
+use host::model::format::e4m3;
+use host::model::{Config, Model, Source, Wanted};
+use host::sample::greedy;
 use safetensors::SafeTensors;
 use safetensors::tensor::{Dtype, TensorView};
 
@@ -34,6 +37,17 @@ fn write(file: &Path, tensors: &Tensors) {
 
 fn checkpoint() -> Tensors {
     read(&support::data().join("tiny-dsa-hf/model.safetensors"))
+}
+
+fn row() -> Options {
+    Options::new(ScaleKind::Row)
+}
+
+fn forced() -> Options {
+    Options {
+        force: true,
+        ..row()
+    }
 }
 
 /// A checkpoint directory with tiny-dsa's configuration.
@@ -157,7 +171,7 @@ fn fused_sharded_and_f32_checkpoints_give_the_same_experts() {
 
     let out = tempfile::tempdir().unwrap();
     let to = out.path().join("m");
-    let summary = convert(from.path(), &to, ScaleKind::Row, false, |_, _| ()).unwrap();
+    let summary = convert(from.path(), &to, &row(), |_, _| ()).unwrap();
     assert_eq!(read(&to.join("experts.safetensors")), want);
     assert_eq!((summary.experts, summary.left_out), (64, 1));
     assert!(!read(&to.join("dense.safetensors")).contains_key("model.layers.6.enorm.weight"));
@@ -166,13 +180,7 @@ fn fused_sharded_and_f32_checkpoints_give_the_same_experts() {
     let missing = shards[1].keys().next().unwrap().clone();
     shards[1].remove(&missing);
     write(&from.path().join("part-1.safetensors"), &shards[1]);
-    let e = convert(
-        from.path(),
-        &out.path().join("n"),
-        ScaleKind::Row,
-        false,
-        |_, _| (),
-    );
+    let e = convert(from.path(), &out.path().join("n"), &row(), |_, _| ());
     let e = e.unwrap_err().to_string();
     assert!(e.contains(&missing) && e.contains("index.json"), "{e}");
     assert_eq!(entries(out.path()), ["m"]);
@@ -185,17 +193,17 @@ fn a_taken_target_needs_force() {
     let to = out.path().join("m");
     fs::create_dir(&to).unwrap();
     fs::write(to.join("notes"), "mine").unwrap();
-    let e = convert(&from, &to, ScaleKind::Row, false, |_, _| ()).unwrap_err();
+    let e = convert(&from, &to, &row(), |_, _| ()).unwrap_err();
     assert!(e.to_string().contains("--force"), "{e}");
     // Not even then where it is no model directory.
-    let e = convert(&from, &to, ScaleKind::Row, true, |_, _| ()).unwrap_err();
+    let e = convert(&from, &to, &forced(), |_, _| ()).unwrap_err();
     assert!(
         e.to_string().contains("a model directory to replace"),
         "{e}"
     );
     assert_eq!(fs::read(to.join("notes")).unwrap(), b"mine");
     fs::write(to.join("dense.safetensors"), "old").unwrap();
-    convert(&from, &to, ScaleKind::Row, true, |_, _| ()).unwrap();
+    convert(&from, &to, &forced(), |_, _| ()).unwrap();
     let want = [
         "config.json",
         "dense.safetensors",
@@ -219,18 +227,12 @@ fn the_checkpoint_is_never_replaced() {
     fs::write(from.join("dense.safetensors"), "").unwrap();
     fs::write(out.path().join("dense.safetensors"), "").unwrap();
     for to in [&from, out.path(), &from.join("../hf")] {
-        let e = convert(&from, to, ScaleKind::Row, true, |_, _| ()).unwrap_err();
+        let e = convert(&from, to, &forced(), |_, _| ()).unwrap_err();
         assert!(e.to_string().contains("without the checkpoint"), "{e}");
         assert!(from.join("model.safetensors").is_file());
     }
     assert_eq!(entries(out.path()), ["dense.safetensors", "hf"]);
-    let e = convert(
-        &out.path().join("none"),
-        &from,
-        ScaleKind::Row,
-        true,
-        |_, _| (),
-    );
+    let e = convert(&out.path().join("none"), &from, &forced(), |_, _| ());
     let e = e.unwrap_err().to_string();
     assert!(
         e.contains("no such directory") && e.contains("--from"),
@@ -246,13 +248,7 @@ fn bad_checkpoints_leave_nothing_behind() {
         change(&mut tensors);
         write(&from.path().join("model.safetensors"), &tensors);
         let out = tempfile::tempdir().unwrap();
-        let e = convert(
-            from.path(),
-            &out.path().join("m"),
-            ScaleKind::Row,
-            false,
-            |_, _| (),
-        );
+        let e = convert(from.path(), &out.path().join("m"), &row(), |_, _| ());
         let e = e.unwrap_err().to_string();
         assert!(e.contains(says), "{says}: {e}");
         assert!(entries(out.path()).is_empty());
@@ -281,13 +277,7 @@ fn bad_checkpoints_leave_nothing_behind() {
     let cut = &whole[..whole.len() - 1];
     fs::write(from.path().join("model.safetensors"), cut).unwrap();
     let out = tempfile::tempdir().unwrap();
-    let e = convert(
-        from.path(),
-        &out.path().join("m"),
-        ScaleKind::Row,
-        false,
-        |_, _| (),
-    );
+    let e = convert(from.path(), &out.path().join("m"), &row(), |_, _| ());
     assert!(
         e.unwrap_err()
             .to_string()
@@ -299,7 +289,7 @@ fn bad_checkpoints_leave_nothing_behind() {
 /// A large checkpoint of zeros takes no room on the disk and long enough to be interrupted.
 #[cfg(unix)]
 #[test]
-fn ctrl_c_leaves_nothing_behind() {
+fn ctrl_c_leaves_what_resume_goes_on_with() {
     use std::io::Write;
     let from = tempfile::tempdir().unwrap();
     // tiny-dsa with experts as wide as can be.
@@ -365,6 +355,185 @@ fn ctrl_c_leaves_nothing_behind() {
     assert!(kill.success());
     let done = child.wait_with_output().unwrap();
     assert_eq!(done.status.code(), Some(1));
-    assert!(String::from_utf8_lossy(&done.stderr).contains("interrupted"));
-    assert!(entries(out.path()).is_empty(), "{:?}", entries(out.path()));
+    let stderr = String::from_utf8_lossy(&done.stderr);
+    assert!(
+        stderr.contains("interrupted") && stderr.contains("--resume"),
+        "{stderr}"
+    );
+    assert_eq!(entries(out.path()), [".m.partial"]);
+    let partial = out.path().join(".m.partial");
+    let begun = fs::metadata(partial.join("progress")).map_or(0, |m| m.len());
+
+    // Of other options it is not.
+    let convert = |name: &str, args: &str| {
+        // Private memory, in KiB: two experts a thread and what threads themselves take, not the
+        // 400 MB that the checkpoint has.
+        let limited =
+            format!("ulimit -d 150000 && exec \"$0\" convert {args} --from \"$1\" --to \"$2\"");
+        let mut command = std::process::Command::new("sh");
+        command.args(["-c", &limited, env!("CARGO_BIN_EXE_host")]);
+        let to = out.path().join(name);
+        command.arg(from.path()).arg(to).output().unwrap()
+    };
+    let other = convert("m", "--resume --experts int4-g64");
+    let stderr = String::from_utf8_lossy(&other.stderr);
+    assert!(
+        !other.status.success() && stderr.contains("identity: expected"),
+        "{stderr}"
+    );
+    let resumed = convert("m", "--resume");
+    let stderr = String::from_utf8_lossy(&resumed.stderr);
+    assert!(resumed.status.success(), "{stderr}");
+    let whole = convert("whole", "");
+    let stderr = String::from_utf8_lossy(&whole.stderr);
+    assert!(whole.status.success(), "{stderr}");
+    assert_eq!(entries(out.path()), ["m", "whole"]);
+    let files = entries(&out.path().join("whole"));
+    assert_eq!(entries(&out.path().join("m")), files);
+    for file in files {
+        let read = |dir: &str| fs::read(out.path().join(dir).join(&file)).unwrap();
+        assert!(read("m") == read("whole"), "{file}");
+    }
+    eprintln!("interrupted after {} experts", begun / 16);
+}
+
+/// The nearest e4m3 number, of two as near the one whose last bit is 0.
+fn to_e4m3(x: f32) -> u8 {
+    let m = x.abs();
+    let best = (0..0x7fu8)
+        .min_by(|a, b| {
+            let d = |c: u8| (e4m3(c) as f64 - m as f64).abs();
+            d(*a).total_cmp(&d(*b)).then((a % 2).cmp(&(b % 2)))
+        })
+        .unwrap();
+    best | if x.is_sign_negative() { 0x80 } else { 0 }
+}
+
+/// tiny-dsa in fp8, as `tools/oracle.py fp8` makes it.
+fn fp8_checkpoint() -> Tensors {
+    let mut out = Tensors::new();
+    for (name, (dtype, shape, bytes)) in checkpoint() {
+        let kept = [
+            "norm",
+            "mlp.gate.",
+            "weights_proj",
+            "bias",
+            "embed",
+            "lm_head",
+        ];
+        if shape.len() != 2 || kept.iter().any(|k| name.contains(k)) {
+            out.insert(name, (dtype, shape, bytes));
+            continue;
+        }
+        let (w, rows, cols) = (widen(&bytes), shape[0], shape[1]);
+        let across = cols.div_ceil(128);
+        let block = |i: usize| i / cols / 128 * across + i % cols / 128;
+        let mut amax = vec![0.0f32; rows.div_ceil(128) * across];
+        for (i, w) in w.iter().enumerate() {
+            amax[block(i)] = amax[block(i)].max(w.abs());
+        }
+        let scales: Vec<f32> = amax.iter().map(|a| a / 448.0).collect();
+        let values = w.iter().enumerate();
+        let bytes = values.map(|(i, w)| to_e4m3(w / scales[block(i)])).collect();
+        let le = scales.iter().flat_map(|s| s.to_le_bytes()).collect();
+        let dims = vec![rows.div_ceil(128), across];
+        out.insert(format!("{name}_scale_inv"), (Dtype::F32, dims, le));
+        out.insert(name, (Dtype::F8_E4M3, shape, bytes));
+    }
+    out
+}
+
+/// Logits and greedy tokens are those of an oracle.
+fn matches(dir: &Path, oracle: &str) {
+    let config = Config::read(dir).unwrap();
+    let source = Source::open(dir, &config, None).unwrap();
+    let cpu = Cpu::new().unwrap();
+    let model = Model::load(cpu, dir, config, &source, Form::Fused, |_| ()).unwrap();
+    assert_eq!(model.rounded(), 0);
+    for case in support::oracle_file(oracle).cases {
+        let n = case.input_ids.len();
+        let mut session = model.session(n + case.greedy.len(), Wanted::Last).unwrap();
+        let run = |session: &mut _, ids: &[u32]| model.forward(session, ids, Wanted::Last).unwrap();
+        let mut logits = run(&mut session, &case.input_ids);
+        let d = support::deviation(&logits, &case.last_logits);
+        eprintln!("{oracle}, {n} tokens: rms {d:.2e}");
+        assert!(d < 1e-3, "{oracle}, {n} tokens: {d:e}");
+        for (token, margin) in case.greedy.iter().zip(&case.greedy_margin) {
+            assert!(greedy(&logits) == *token || *margin < 0.01, "{margin}");
+            logits = run(&mut session, &[*token]);
+        }
+    }
+}
+
+#[test]
+fn fp8_checkpoints_give_the_tokens_of_transformers() {
+    let from = with_config();
+    let file = from.path().join("config.json");
+    let mut config: serde_json::Value = serde_json::from_slice(&fs::read(&file).unwrap()).unwrap();
+    config["quantization_config"] = serde_json::json!({
+        "quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128],
+    });
+    fs::write(&file, config.to_string()).unwrap();
+    let tensors = fp8_checkpoint();
+    let model = from.path().join("model.safetensors");
+    write(&model, &tensors);
+    let out = tempfile::tempdir().unwrap();
+    let to = out.path().join("m");
+    convert(from.path(), &to, &row(), |_, _| ()).unwrap();
+    matches(&to, "tiny-dsa-fp8-row");
+    let dense = read(&to.join("dense.safetensors"));
+    assert!(dense.values().all(|t| t.0 != Dtype::F8_E4M3));
+    assert!(!dense.keys().any(|n| n.ends_with("_scale_inv")));
+
+    let bad = |change: &dyn Fn(&mut Tensors), says: &[&str]| {
+        let mut tensors = tensors.clone();
+        change(&mut tensors);
+        write(&model, &tensors);
+        let e = convert(from.path(), &out.path().join("n"), &row(), |_, _| ());
+        let e = e.unwrap_err().to_string();
+        assert!(says.iter().all(|s| e.contains(s)), "{says:?}: {e}");
+        assert_eq!(entries(out.path()), ["m"]);
+    };
+    let expert = expert_tensor(4, 7, MatrixKind::Up);
+    let scales = format!("{expert}_scale_inv");
+    let o = "model.layers.3.self_attn.o_proj.weight";
+    bad(&|t| drop(t.remove(&scales)), &[&scales, "no such tensor"]);
+    bad(
+        &|t| t.get_mut(&scales).unwrap().1 = vec![1],
+        &[&scales, "expected shape [1, 1], found [1]"],
+    );
+    bad(
+        &|t| t.get_mut(&expert).unwrap().2[77] = 0x7f,
+        &["up_proj.weight[77]", "a finite weight"],
+    );
+    bad(
+        &|t| t.get_mut(o).unwrap().2[78] = 0xff,
+        &["o_proj.weight[78]", "a finite weight"],
+    );
+    let nan = f32::NAN.to_le_bytes().to_vec();
+    bad(
+        &|t| t.get_mut(&format!("{o}_scale_inv")).unwrap().2 = nan.clone(),
+        &["o_proj.weight_scale_inv[0]", "a finite scale", "NaN"],
+    );
+}
+
+#[test]
+fn dense_matrices_may_be_int8() {
+    let out = tempfile::tempdir().unwrap();
+    let to = out.path().join("m");
+    let options = Options {
+        dense: DenseFormat::Int8Row,
+        ..row()
+    };
+    let from = support::data().join("tiny-dsa-hf");
+    let summary = convert(&from, &to, &options, |_, _| ()).unwrap();
+    matches(&to, "tiny-dsa-int8");
+    let dense = read(&to.join("dense.safetensors"));
+    assert_eq!(
+        summary.dense_tensors,
+        dense.keys().filter(|n| !n.ends_with(".qs")).count()
+    );
+    let embedding = &dense["model.embed_tokens.weight"];
+    assert_eq!((embedding.0, embedding.1.len()), (Dtype::U8, 1));
+    assert_eq!(dense["model.norm.weight"].0, Dtype::BF16);
 }

@@ -3,7 +3,7 @@
 
 use std::path::{Path, PathBuf};
 
-use host::convert::convert;
+use host::convert::{Options, convert};
 use host::expert::ScaleKind;
 use serde::Deserialize;
 
@@ -41,14 +41,8 @@ pub fn converted(model: &str, scales: ScaleKind) -> Option<tempfile::TempDir> {
         }
     };
     let dir = tempfile::tempdir().unwrap();
-    convert(
-        &checkpoint,
-        &dir.path().join("model"),
-        scales,
-        false,
-        |_, _| (),
-    )
-    .unwrap();
+    let options = Options::new(scales);
+    convert(&checkpoint, &dir.path().join("model"), &options, |_, _| ()).unwrap();
     Some(dir)
 }
 

@@ -5,13 +5,13 @@ use std::path::PathBuf;
 use clap::{Args, ValueEnum};
 
 use super::ui::{self, Progress};
-use crate::convert::convert;
+use crate::convert::{DenseFormat, Options, convert, partial_path};
 use crate::expert::ScaleKind;
 use crate::interrupt;
 
 #[derive(Args)]
 pub struct ConvertArgs {
-    /// Checkpoint: config.json and safetensors, bf16 or f32
+    /// Checkpoint: config.json and safetensors, bf16, f32 or fp8 in blocks of 128 x 128
     #[arg(long, value_name = "HF_DIR")]
     from: PathBuf,
     /// Model directory to make
@@ -20,6 +20,12 @@ pub struct ConvertArgs {
     /// Number format of the routed experts
     #[arg(long, value_enum, default_value = "int4-row")]
     experts: Format,
+    /// Number format of the dense matrices
+    #[arg(long, value_enum, default_value = "verbatim")]
+    dense: DenseArg,
+    /// Go on with what an interrupted conversion of the same checkpoint left
+    #[arg(long)]
+    resume: bool,
     /// Replace what is in MODEL_DIR
     #[arg(long)]
     force: bool,
@@ -33,18 +39,51 @@ enum Format {
     Int4G64,
 }
 
+#[derive(Clone, Copy, ValueEnum)]
+enum DenseArg {
+    /// As the checkpoint has them; fp8 becomes bf16
+    Verbatim,
+    /// Bytes with one scale a row
+    Int8Row,
+}
+
 pub fn run(args: ConvertArgs) -> anyhow::Result<()> {
     interrupt::install();
     let scales = match args.experts {
         Format::Int4Row => ScaleKind::Row,
         Format::Int4G64 => ScaleKind::G64,
     };
+    let options = Options {
+        experts: scales,
+        dense: match args.dense {
+            DenseArg::Verbatim => DenseFormat::Verbatim,
+            DenseArg::Int8Row => DenseFormat::Int8Row,
+        },
+        force: args.force,
+        resume: args.resume,
+    };
+    let partial = partial_path(&args.to);
+    match (args.resume, partial.is_dir()) {
+        (true, false) => ui::note!("{}: not there; beginning anew", partial.display()),
+        (false, true) => ui::note!(
+            "{}: what an interrupted conversion left is dropped; --resume would go on with it",
+            partial.display()
+        ),
+        _ => (),
+    }
     let mut progress = Progress::new("converting layers");
-    let summary = convert(&args.from, &args.to, scales, args.force, |done, all| {
+    let summary = convert(&args.from, &args.to, &options, |done, all| {
         progress.set(done, all);
     });
     progress.finish();
-    let s = summary?;
+    let s = match summary {
+        Ok(summary) => summary,
+        Err(e) if partial.is_dir() => {
+            ui::note!("{}: --resume goes on with it", partial.display());
+            return Err(e.into());
+        }
+        Err(e) => return Err(e.into()),
+    };
     ui::note!(
         "{}: {} dense tensors, {:.1} MB; {} experts as {}, {:.1} MB",
         args.to.display(),

@@ -2,11 +2,17 @@
 //!
 //! Routed experts go through the int4 rule: per row, or per 64 columns of a row,
 //! `s = max(amax / 7, 1e-8)` and `q = clip(rint(w / s), -8, 7)`, all in f32 with IEEE division,
-//! `rint` to even. Every other tensor keeps its bytes. Memory in use is a layer's experts at most.
+//! `rint` to even. Every other tensor keeps its bytes, unless it is fp8 (bf16 then) or int8 rows are
+//! asked for: `s = max(amax / 127, 1e-8)`. Memory in use is two experts a thread.
+
+mod staged;
+
+pub use staged::partial_path;
 
 use std::fs;
 use std::io::ErrorKind;
-use std::path::{Path, PathBuf};
+use std::path::Path;
+use std::time::{Duration, Instant};
 
 use rayon::prelude::*;
 use safetensors::tensor::Dtype;
@@ -21,11 +27,15 @@ use crate::model::directory::{
 use crate::model::error::ModelError;
 use crate::model::format::Weight;
 use crate::model::hex;
-use crate::model::shards::Shards;
-use crate::model::tensors::{Entry, Tensor, TensorWriter};
+use crate::model::shards::{SCALES, Shards};
+use crate::model::tensors::{Entry, TensorWriter};
 use crate::model::weights::inventory;
+use staged::Staged;
 
 const FETCH: &str = "fetch the checkpoint again";
+
+/// How much work an interruption may cost.
+const SYNC: Duration = Duration::from_secs(20);
 
 /// Files that go over verbatim where they are there.
 const COPIED: [&str; 5] = [
@@ -140,110 +150,95 @@ pub fn int4_scale(weights: &[f32]) -> f32 {
     (amax / 7.0).max(1e-8)
 }
 
+/// The scale of a row of int8 weights: `max(amax / 127, 1e-8)`.
+pub fn int8_scale(weights: &[f32]) -> f32 {
+    let amax = weights.iter().fold(0.0f32, |m, w| m.max(w.abs()));
+    (amax / 127.0).max(1e-8)
+}
+
+/// A weight's byte.
+pub fn int8(weight: f32, scale: f32) -> i8 {
+    (weight / scale).round_ties_even().clamp(-128.0, 127.0) as i8
+}
+
 /// A weight's nibble, `q + 8`.
 pub fn int4(weight: f32, scale: f32) -> u8 {
     ((weight / scale).round_ties_even().clamp(-8.0, 7.0) as i8 + 8) as u8
 }
 
-/// A directory that takes its final name when it is whole, and vanishes otherwise.
-struct Staged {
-    dir: tempfile::TempDir,
-    to: PathBuf,
-    force: bool,
+/// Number format of the dense matrices.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum DenseFormat {
+    /// As they are; fp8 becomes bf16.
+    #[default]
+    Verbatim,
+    /// Signed bytes with a scale a row, but for norms, routers and indexer weights.
+    Int8Row,
 }
 
-impl Staged {
-    fn new(from: &Path, to: &Path, force: bool) -> Result<Self, ModelError> {
-        let taken = match fs::read_dir(to) {
-            Ok(mut entries) => entries.next().is_some(),
-            Err(e) if e.kind() == ErrorKind::NotFound => false,
-            Err(e) => return Err(ModelError::io(to, e, "choose another --to directory")),
-        };
-        if taken && !force {
-            return Err(ModelError::field(
-                to,
-                "directory",
-                "a new or empty one",
-                "files",
-                "choose another --to directory or give --force to replace it",
-            ));
-        }
-        if taken {
-            // What gets replaced is deleted, so it must be a model directory and nothing more.
-            let real = |dir: &Path| dir.canonicalize().unwrap_or_else(|_| dir.into());
-            let refuse = |expected: &str, found: &str| {
-                let remedy = "choose another --to directory";
-                Err(ModelError::field(to, "directory", expected, found, remedy))
-            };
-            if real(from).starts_with(real(to)) {
-                return refuse("one without the checkpoint", "the --from directory");
-            }
-            if !to.join(DENSE_FILE).is_file() {
-                return refuse("a model directory to replace", "other files");
-            }
-        }
-        let parent = match to.parent() {
-            Some(p) if !p.as_os_str().is_empty() => p,
-            _ => Path::new("."),
-        };
-        let make = || {
-            fs::create_dir_all(parent)?;
-            tempfile::Builder::new()
-                .prefix(".convert-")
-                .tempdir_in(parent)
-        };
-        let dir = make().map_err(|e| {
-            ModelError::io(parent, e, "choose a --to directory that can be written")
-        })?;
-        Ok(Self {
-            dir,
-            to: to.into(),
-            force,
-        })
-    }
+/// How to convert.
+#[derive(Clone, Copy, Debug)]
+pub struct Options {
+    /// Scales of the experts.
+    pub experts: ScaleKind,
+    /// The dense part.
+    pub dense: DenseFormat,
+    /// Replace what is there.
+    pub force: bool,
+    /// Go on with what an interrupted conversion left.
+    pub resume: bool,
+}
 
-    fn path(&self) -> &Path {
-        self.dir.path()
+impl Options {
+    /// The experts with these scales, all else verbatim, nothing replaced or resumed.
+    pub fn new(experts: ScaleKind) -> Self {
+        Self {
+            experts,
+            dense: DenseFormat::Verbatim,
+            force: false,
+            resume: false,
+        }
     }
+}
 
-    fn commit(self) -> Result<(), ModelError> {
-        let Self { dir, to, force } = self;
-        let fail = |e| ModelError::io(&to, e, "check permissions of the directory above");
-        // Temporary directories are private; a model need not be.
-        #[cfg(unix)]
-        {
-            use std::os::unix::fs::PermissionsExt;
-            fs::set_permissions(dir.path(), fs::Permissions::from_mode(0o755)).map_err(fail)?;
-        }
-        let old = if force && to.exists() {
-            // Beside the new one, so that both renames stay within a file system.
-            let old = dir.path().with_extension("old");
-            fs::rename(&to, &old).map_err(fail)?;
-            Some(old)
-        } else {
-            None
+/// What a conversion is of: options, configuration, and names, lengths and times of the shards.
+fn identity(from: &Path, checkpoint: &Shards, options: &Options) -> Result<String, ModelError> {
+    let mut h = blake3::Hasher::new();
+    h.update(format!("ansatz convert 1 {:?} {:?}", options.experts, options.dense).as_bytes());
+    let config = from.join("config.json");
+    h.update(&fs::read(&config).map_err(|e| ModelError::io(&config, e, FETCH))?);
+    for file in checkpoint.files() {
+        let of = || -> std::io::Result<String> {
+            let meta = fs::metadata(file.path())?;
+            let time = meta.modified()?.duration_since(std::time::UNIX_EPOCH);
+            let name = file
+                .path()
+                .file_name()
+                .unwrap_or_default()
+                .to_string_lossy();
+            Ok(format!(
+                "{name} {} {};",
+                meta.len(),
+                time.unwrap_or_default().as_nanos()
+            ))
         };
-        if let Err(e) = fs::rename(dir.path(), &to) {
-            if let Some(old) = old {
-                fs::rename(&old, &to).map_err(fail)?;
-            }
-            return Err(fail(e));
-        }
-        let _ = dir.keep(); // renamed away: nothing left to remove under that name
-        if let Some(old) = old {
-            fs::remove_dir_all(&old).map_err(fail)?;
-        }
-        Ok(())
+        h.update(
+            of().map_err(|e| ModelError::io(file.path(), e, FETCH))?
+                .as_bytes(),
+        );
     }
+    Ok(h.finalize().to_hex().to_string())
 }
 
 /// Converts the checkpoint in `from` to the model directory `to`. `progress` gets
 /// `(layers done, layers)` of the experts.
+///
+/// Each weight is read once. Interrupted, or stopped by a full disk, it leaves [`partial_path`] for
+/// [`Options::resume`]; after any other failure nothing.
 pub fn convert(
     from: &Path,
     to: &Path,
-    scales: ScaleKind,
-    force: bool,
+    options: &Options,
     mut progress: impl FnMut(usize, usize),
 ) -> Result<Summary, ModelError> {
     if !from.is_dir() {
@@ -265,7 +260,30 @@ pub fn convert(
             expert_weights(&checkpoint, &config, *layer, e)?;
         }
     }
-    let staged = Staged::new(from, to, force)?;
+    let identity = identity(from, &checkpoint, options)?;
+    let mut staged = Staged::new(from, to, options.force, &identity, options.resume)?;
+    let made = fill(from, &checkpoint, &config, options, &staged, |n| {
+        progress(n, sparse.len())
+    });
+    match made {
+        Ok(summary) => {
+            staged.commit()?;
+            Ok(summary)
+        }
+        Err(e) => Err(staged.failed(e)),
+    }
+}
+
+/// Writes everything into the staged directory.
+fn fill(
+    from: &Path,
+    checkpoint: &Shards,
+    config: &Config,
+    options: &Options,
+    staged: &Staged,
+    progress: impl FnMut(usize),
+) -> Result<Summary, ModelError> {
+    let scales = options.experts;
     let mut summary = Summary::default();
     for name in COPIED {
         let source = from.join(name);
@@ -276,15 +294,8 @@ pub fn convert(
                 .map_err(|e| ModelError::io(&source, e, "check the space left on the disk"))?;
         }
     }
-    let digests = write_experts(
-        &checkpoint,
-        &config,
-        scales,
-        staged.path(),
-        &mut summary,
-        |n| progress(n, sparse.len()),
-    )?;
-    let layers: Vec<u32> = sparse.iter().map(|l| *l as u32).collect();
+    let digests = write_experts(checkpoint, config, scales, staged, &mut summary, progress)?;
+    let layers: Vec<u32> = config.sparse_layers().map(|l| l as u32).collect();
     let shape = config.expert_shape(scales);
     let fingerprint = hex(&fingerprint(
         &shape,
@@ -297,49 +308,120 @@ pub fn convert(
         (EXPERTS_KEY, scales.name()),
         (FINGERPRINT_KEY, &fingerprint),
     ];
-    write_dense(&checkpoint, &config, &metadata, staged.path(), &mut summary)?;
-    staged.commit()?;
+    write_dense(
+        checkpoint,
+        config,
+        options.dense,
+        &metadata,
+        staged,
+        &mut summary,
+    )?;
     Ok(summary)
+}
+
+/// How a dense tensor is written.
+#[derive(Clone, Copy, PartialEq)]
+enum Put {
+    Verbatim,
+    /// Widened, rounded to nearest, ties to even.
+    Bf16,
+    Int8,
+    /// The scales of the int8 matrix before it.
+    Scales,
+}
+
+/// Whether int8 takes this matrix: as fp8 checkpoints do, it leaves norms, routers and the
+/// indexer's weights alone.
+fn to_int8(name: &str, shape: &[usize]) -> bool {
+    let kept = ["norm", "mlp.gate.", "weights_proj", "bias"];
+    // Lengths stay multiples of 4, so that every tensor is aligned.
+    let fits = shape.len() == 2 && shape[1].is_multiple_of(8);
+    fits && name.ends_with(".weight") && !kept.iter().any(|k| name.contains(k))
 }
 
 fn write_dense(
     checkpoint: &Shards,
     config: &Config,
+    format: DenseFormat,
     metadata: &[(&str, &str)],
-    dir: &Path,
+    staged: &Staged,
     summary: &mut Summary,
 ) -> Result<(), ModelError> {
-    let mut kept: Vec<(&str, Tensor<'_>)> = Vec::new();
+    let mut kept: Vec<(Put, Entry)> = Vec::new();
     for name in checkpoint.names() {
-        match place(name) {
-            (Some(layer), _) if layer >= config.layers.len() => summary.left_out += 1,
-            (_, true) => (),
-            _ => {
-                let tensor = checkpoint.get(name).expect("a name of its own");
-                checkpoint.weight(name, tensor.shape)?;
-                kept.push((name, tensor));
-            }
+        let (layer, expert) = place(name);
+        if layer.is_some_and(|l| l >= config.layers.len()) {
+            summary.left_out += 1;
+            continue;
+        }
+        let tensor = checkpoint.get(name).expect("a name of its own");
+        let scales_of = name
+            .strip_suffix("_scale_inv")
+            .and_then(|n| checkpoint.get(n));
+        if expert || scales_of.is_some_and(|t| t.dtype == Dtype::F8_E4M3) {
+            continue;
+        }
+        let weight = checkpoint.weight(name, tensor.shape)?;
+        let entry = |name: String, dtype: Dtype, shape: Vec<usize>| Entry {
+            bytes: shape.iter().product::<usize>() * dtype.bitsize() / 8,
+            name,
+            dtype,
+            shape,
+        };
+        let shape = tensor.shape.to_vec();
+        if format == DenseFormat::Int8Row && to_int8(name, &shape) {
+            let scales = vec![weight.rows];
+            kept.push((Put::Int8, entry(name.into(), Dtype::U8, vec![weight.len()])));
+            let name = format!("{name}{SCALES}");
+            kept.push((Put::Scales, entry(name, Dtype::F32, scales)));
+        } else if tensor.dtype == Dtype::F8_E4M3 {
+            kept.push((Put::Bf16, entry(name.into(), Dtype::BF16, shape)));
+        } else {
+            kept.push((Put::Verbatim, entry(name.into(), tensor.dtype, shape)));
         }
     }
-    // Wide elements first: every tensor then starts at a multiple of its element size.
-    kept.sort_by_key(|(_, t)| std::cmp::Reverse(t.dtype.bitsize()));
-    let entries = kept
-        .iter()
-        .map(|(name, t)| Entry {
-            name: (*name).into(),
-            dtype: t.dtype,
-            shape: t.shape.to_vec(),
-            bytes: t.bytes.len(),
-        })
-        .collect();
-    let mut out = TensorWriter::create(&dir.join(DENSE_FILE), entries, metadata)?;
-    for (_, tensor) in &kept {
+    // Wide elements first: every tensor then starts at a multiple of its element size. Matrices of
+    // bytes, whose lengths are multiples of 4, stay with their scales.
+    kept.sort_by_key(|(put, e)| match put {
+        Put::Int8 | Put::Scales => 0,
+        _ => 64 - e.dtype.bitsize(),
+    });
+    let entries = kept.iter().map(|(_, e)| e.clone()).collect();
+    let mut out = TensorWriter::create(&staged.path().join(DENSE_FILE), entries, metadata)?;
+    let mut scales = Vec::new();
+    for (put, entry) in &kept {
         if interrupt::requested() {
             return Err(ModelError::Interrupted);
         }
-        out.write(tensor.bytes)?;
+        summary.dense_bytes += entry.bytes as u64;
+        if *put == Put::Scales {
+            out.write(&std::mem::take(&mut scales))?;
+            continue;
+        }
         summary.dense_tensors += 1;
-        summary.dense_bytes += tensor.bytes.len() as u64;
+        let tensor = checkpoint.get(&entry.name).expect("a name of its own");
+        if *put == Put::Verbatim {
+            out.write(tensor.bytes)?;
+            continue;
+        }
+        let weight = checkpoint.weight(&entry.name, tensor.shape)?;
+        checkpoint.check_scales(&entry.name, &weight, true)?;
+        let mut row = vec![0.0; weight.cols];
+        let rows = (0..weight.rows).map(|r| {
+            weight.widen(r * weight.cols, &mut row);
+            if let Some(c) = row.iter().position(|w| !w.is_finite()) {
+                let name = format!("{}[{}]", entry.name, r * weight.cols + c);
+                return Err(checkpoint.wrong(&name, "a finite weight", row[c]));
+            }
+            if *put == Put::Bf16 {
+                let bits = |w: &f32| half::bf16::from_f32(*w).to_le_bytes();
+                return Ok(row.iter().flat_map(bits).collect());
+            }
+            let s = int8_scale(&row);
+            scales.extend(s.to_le_bytes());
+            Ok(row.iter().map(|w| int8(*w, s) as u8).collect())
+        });
+        out.write_pieces(rows)?;
     }
     out.finish()
 }
@@ -348,7 +430,7 @@ fn write_experts(
     checkpoint: &Shards,
     config: &Config,
     scales: ScaleKind,
-    dir: &Path,
+    staged: &Staged,
     summary: &mut Summary,
     mut progress: impl FnMut(usize),
 ) -> Result<Vec<Digest>, ModelError> {
@@ -377,13 +459,29 @@ fn write_experts(
         }
     }
     let metadata = [(EXPERTS_KEY, scales.name())];
-    let mut out = TensorWriter::create(&dir.join(EXPERTS_FILE), entries, &metadata)?;
-    let mut digests = Vec::new();
+    let path = staged.path().join(EXPERTS_FILE);
+    let mut digests = staged.digests();
+    let mut out = if digests.is_empty() {
+        TensorWriter::create(&path, entries, &metadata)?
+    } else {
+        TensorWriter::resume(&path, entries, &metadata, 6 * digests.len())?
+    };
+    let mut recorded = digests.len();
+    summary.experts = recorded;
+    summary.expert_bytes = (recorded * shape.raw_bytes()) as u64;
+    let all = config.router.experts;
+    let mut synced = Instant::now();
     for (done, layer) in config.sparse_layers().enumerate() {
         // A few experts per thread at a time bound what is held.
         let batch = 2 * rayon::current_num_threads();
-        let ids: Vec<usize> = (0..config.router.experts).collect();
+        let ids: Vec<usize> = (0..all).filter(|e| done * all + e >= recorded).collect();
         for ids in ids.chunks(batch) {
+            if interrupt::requested() || synced.elapsed() > SYNC {
+                out.sync()?;
+                staged.record(&digests[recorded..])?;
+                recorded = digests.len();
+                synced = Instant::now();
+            }
             if interrupt::requested() {
                 return Err(ModelError::Interrupted);
             }
@@ -423,6 +521,7 @@ fn write_experts(
         progress(done + 1);
     }
     out.finish()?;
+    staged.record(&digests[recorded..])?;
     Ok(digests)
 }
 

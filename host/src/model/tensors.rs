@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 use std::fs::File;
-use std::io::{self, BufWriter, Write};
+use std::io::{self, BufWriter, Read, Seek, SeekFrom, Write};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
@@ -275,6 +275,34 @@ pub struct Entry {
     pub bytes: usize,
 }
 
+/// The header of a file of these tensors.
+fn header_text(entries: &[Entry], metadata: &[(&str, &str)]) -> String {
+    let mut header = Map::new();
+    let metadata: Map<String, Value> = metadata
+        .iter()
+        .map(|(k, v)| ((*k).into(), (*v).into()))
+        .collect();
+    header.insert("__metadata__".into(), metadata.into());
+    let mut at = 0;
+    for e in entries {
+        header.insert(
+            e.name.clone(),
+            json!({
+                "dtype": e.dtype,
+                "shape": e.shape,
+                "data_offsets": [at, at + e.bytes],
+            }),
+        );
+        at += e.bytes;
+    }
+    let mut text = Value::Object(header).to_string();
+    // Tensor data starts at a multiple of 64, for mapped readers.
+    while !(8 + text.len()).is_multiple_of(64) {
+        text.push(' ');
+    }
+    text
+}
+
 /// Writes a safetensors file front to back: the header first, then each tensor's bytes in order.
 pub struct TensorWriter {
     path: PathBuf,
@@ -289,29 +317,7 @@ impl TensorWriter {
         entries: Vec<Entry>,
         metadata: &[(&str, &str)],
     ) -> Result<Self, ModelError> {
-        let mut header = Map::new();
-        let metadata: Map<String, Value> = metadata
-            .iter()
-            .map(|(k, v)| ((*k).into(), (*v).into()))
-            .collect();
-        header.insert("__metadata__".into(), metadata.into());
-        let mut at = 0;
-        for e in &entries {
-            header.insert(
-                e.name.clone(),
-                json!({
-                    "dtype": e.dtype,
-                    "shape": e.shape,
-                    "data_offsets": [at, at + e.bytes],
-                }),
-            );
-            at += e.bytes;
-        }
-        let mut text = Value::Object(header).to_string();
-        // Tensor data starts at a multiple of 64, for mapped readers.
-        while !(8 + text.len()).is_multiple_of(64) {
-            text.push(' ');
-        }
+        let text = header_text(&entries, metadata);
         let start = || -> io::Result<BufWriter<File>> {
             let mut out = BufWriter::with_capacity(1 << 20, File::create(path)?);
             out.write_all(&(text.len() as u64).to_le_bytes())?;
@@ -325,6 +331,47 @@ impl TensorWriter {
         })
     }
 
+    /// Goes on with a file that [`TensorWriter::create`] began for the same tensors, after the
+    /// first `done` of them; what follows those is dropped.
+    pub fn resume(
+        path: &Path,
+        entries: Vec<Entry>,
+        metadata: &[(&str, &str)],
+        done: usize,
+    ) -> Result<Self, ModelError> {
+        let text = header_text(&entries, metadata);
+        let data: usize = entries[..done].iter().map(|e| e.bytes).sum();
+        let end = (8 + text.len() + data) as u64;
+        let open = || -> io::Result<File> {
+            let mut file = File::options().read(true).write(true).open(path)?;
+            let mut head = vec![0; 8 + text.len()];
+            file.read_exact(&mut head)?;
+            let same = head[8..] == *text.as_bytes() && file.metadata()?.len() >= end;
+            if !same {
+                return Err(io::Error::other("not what was begun"));
+            }
+            file.set_len(end)?;
+            file.seek(SeekFrom::Start(end))?;
+            Ok(file)
+        };
+        let file = open().map_err(|e| ModelError::io(path, e, "begin anew, without --resume"))?;
+        let mut left = entries.into_iter();
+        left.by_ref().take(done).for_each(drop);
+        Ok(Self {
+            out: BufWriter::with_capacity(1 << 20, file),
+            path: path.into(),
+            left,
+        })
+    }
+
+    /// What was written so far is on disk when this returns.
+    pub fn sync(&mut self) -> Result<(), ModelError> {
+        self.out
+            .flush()
+            .and_then(|()| self.out.get_ref().sync_data())
+            .map_err(|e| ModelError::io(&self.path, e, "check the space left on the disk"))
+    }
+
     /// The next tensor's bytes.
     ///
     /// # Panics
@@ -335,6 +382,27 @@ impl TensorWriter {
         self.out
             .write_all(bytes)
             .map_err(|e| ModelError::io(&self.path, e, "check the space left on the disk"))
+    }
+
+    /// The next tensor's bytes, piece by piece.
+    ///
+    /// # Panics
+    /// If there is no next tensor or the pieces are not as long as was announced.
+    pub fn write_pieces(
+        &mut self,
+        pieces: impl Iterator<Item = Result<Vec<u8>, ModelError>>,
+    ) -> Result<(), ModelError> {
+        let entry = self.left.next().expect("a tensor that was announced");
+        let mut written = 0;
+        for piece in pieces {
+            let piece = piece?;
+            written += piece.len();
+            self.out
+                .write_all(&piece)
+                .map_err(|e| ModelError::io(&self.path, e, "check the space left on the disk"))?;
+        }
+        assert_eq!(entry.bytes, written, "{}", entry.name);
+        Ok(())
     }
 
     /// The next tensor's bytes in parts of a few MiB, each filled by `fill`.
