@@ -209,6 +209,8 @@ fn held_out(dir: &Path, want: f64) {
         device: Device::Cpu,
         tier: None,
         form: Form::Fused,
+        placed: None,
+        positions: 64,
     };
     let mut engine = host::engine::open(dir, options, |_, _| ()).unwrap();
     let ids = read_ids(&support::data().join("val.u16")).unwrap();

@@ -1,7 +1,8 @@
 //! The routed experts' weighted sum.
 //!
 //! `out[t][r] = sum over i ascending of fma(weights[t][i], y(slot_of[t][i])[r], acc)` from +0, with
-//! `y` from the partial sums of down (`row_scale * (s * dot)`, or `s * sum` of g64).
+//! `y` from the partial sums of down (`row_scale * (s * dot)`, or `s * sum` of g64), or, for slots
+//! past those of the partial sums, as somebody else has computed it.
 //!
 //! One thread an output; the grid's y is the token.
 
@@ -33,6 +34,8 @@ pub struct CombineArgs {
     pub scales: Slice,
     /// f32 `[tokens, k]`.
     pub weights: Slice,
+    /// f32 `[_, rows]`: `y` of slots `slots`, `slots + 1`, … Slots past these add nothing.
+    pub given: Slice,
     /// f32 rows of `out_stride`.
     pub out: Slice,
     /// Elements from row to row of `out`.
@@ -70,10 +73,11 @@ pub unsafe fn combine(args: CombineArgs) {
         )
     };
     // SAFETY: the caller's.
-    let (scales, weights, out) = unsafe {
+    let (scales, weights, given, out) = unsafe {
         (
             Global::<f32>::new(args.scales),
             Global::<f32>::new(args.weights),
+            Global::<f32>::new(args.given),
             GlobalMut::<f32>::new(args.out),
         )
     };
@@ -86,18 +90,24 @@ pub unsafe fn combine(args: CombineArgs) {
     let mut acc = 0.0;
     for i in token * args.k..(token + 1) * args.k {
         let slot = slot_of.load(i);
-        // An id that is no expert has no slot ([`crate::group`]).
-        if slot < args.slots {
+        let y = if slot < args.slots {
             let activation = scales.load(slot);
-            let y = if args.flags & GROUPED != 0 {
+            if args.flags & GROUPED != 0 {
                 partials.grouped(0, slot, row, activation)
             } else {
                 let down = Scales::of(descs, 3 * slot_expert.load(slot) + 2);
                 // SAFETY: a scale a row.
                 partials.by_row(0, slot, row, unsafe { down.get(row) }, activation)
-            };
-            acc = fma(weights.load(i), y, acc);
-        }
+            }
+        } else {
+            // An id that is no expert has no slot ([`crate::group`]).
+            let at = u64::from(slot - args.slots) * u64::from(args.rows) + u64::from(row);
+            if at >= args.given.len {
+                continue;
+            }
+            given.load(at as u32)
+        };
+        acc = fma(weights.load(i), y, acc);
     }
     out.store(token * args.out_stride + row, acc);
 }

@@ -414,6 +414,12 @@ impl Archive {
         Ok(&self.map[range])
     }
 
+    /// Where a record is in the file: its first byte and its length.
+    pub fn place_of(&self, layer: u32, expert: usize) -> Result<(u64, usize), ArchiveError> {
+        let (range, _) = self.span(layer, expert)?;
+        Ok((range.start as u64, range.len()))
+    }
+
     /// The first expert with the record of this one: mostly itself.
     pub fn first(&self, layer: u32, expert: usize) -> Result<(u32, usize), ArchiveError> {
         let (_, i) = self.span(layer, expert)?;
@@ -451,9 +457,25 @@ impl Archive {
     /// A record, its checksum, structure, scales and padding checked. Its matrices' streams are
     /// checked by decoding them.
     pub fn record(&self, layer: u32, expert: usize) -> Result<Record<'_>, ArchiveError> {
+        let (range, _) = self.span(layer, expert)?;
+        let record = self.record_in(layer, expert, &self.map[range.clone()])?;
+        let c = self.check(Place::Record { layer, expert });
+        let end = range.end.next_multiple_of(1 << self.header.align_log2);
+        c.zero("padding after the record", &self.map[range.end..end])?;
+        Ok(record)
+    }
+
+    /// The same of bytes that were read from the file in another way, without the padding behind
+    /// them.
+    pub fn record_in<'a>(
+        &'a self,
+        layer: u32,
+        expert: usize,
+        bytes: &'a [u8],
+    ) -> Result<Record<'a>, ArchiveError> {
         let (range, i) = self.span(layer, expert)?;
         let c = self.check(Place::Record { layer, expert });
-        let bytes = &self.map[range.clone()];
+        c.equal("length", range.len(), bytes.len())?;
         let mut h = blake3::Hasher::new();
         h.update(bytes);
         c.equal(
@@ -461,9 +483,6 @@ impl Archive {
             hex(&get::<16>(self.entry(i), 16)),
             hex(&format::short(&h)),
         )?;
-        let end = range.end.next_multiple_of(1 << self.header.align_log2);
-        c.zero("padding after the record", &self.map[range.end..end])?;
-
         let tables = self.layer_tables[i / self.experts()];
         let mut at = 3 * MATRIX;
         let mut matrices = Vec::with_capacity(3);

@@ -10,8 +10,12 @@ pub mod reference;
 
 use bytemuck::Pod;
 
-use crate::archive::{LayerRecords, Record};
+use std::sync::Arc;
+
+use crate::archive::{Archive, LayerRecords, Record};
 use crate::expert::{ExpertShape, Form, RawMatrix};
+use crate::placement::reader::DirectFile;
+use crate::placement::{Tier, Used};
 
 /// A strided view of rows to read: row `t` starts at `offset + t * stride` (elements).
 pub struct Rows<'a, B> {
@@ -383,6 +387,21 @@ pub enum LayerExperts<'a> {
     },
 }
 
+/// One layer's routed experts, to be placed in several tiers.
+#[derive(Clone, Copy)]
+pub struct TieredLayer<'a> {
+    /// Where they come from.
+    pub archive: &'a Archive,
+    /// The archive again, for what is read when it is needed.
+    pub file: &'a Arc<DirectFile>,
+    /// Number of the model layer.
+    pub number: u32,
+    /// Where each expert goes.
+    pub tiers: &'a [Tier],
+    /// Records that device memory has room for beside those that stay.
+    pub staged: usize,
+}
+
 /// A back end that can place routed experts.
 pub trait LoadExperts: Backend {
     /// Copies one layer's experts to where they are multiplied. Raw ones become tier `raw`; coded
@@ -393,4 +412,19 @@ pub trait LoadExperts: Backend {
         shape: ExpertShape,
         form: Form,
     ) -> Result<Self::Experts, Self::Error>;
+
+    /// The same with each expert in a tier of its own; `None` where a back end has one place only.
+    fn load_tiers(
+        &self,
+        _layer: &TieredLayer<'_>,
+        _shape: ExpertShape,
+        _form: Form,
+    ) -> Result<Option<Self::Experts>, Self::Error> {
+        Ok(None)
+    }
+
+    /// How often experts of each tier were chosen, where [`LoadExperts::load_tiers`] placed them.
+    fn used(&self, _experts: &Self::Experts) -> Used {
+        Used::default()
+    }
 }

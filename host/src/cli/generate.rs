@@ -9,12 +9,14 @@ use anyhow::Context;
 use clap::{Args, ValueEnum};
 use serde_json::json;
 
+use super::plan::BudgetArgs;
 use super::ui::{self, Progress};
 use crate::engine::{self, Device, Engine, Options};
 use crate::expert::{Form, Tier};
 use crate::generate::{FinishReason, Generated, Request, generate};
 use crate::interrupt;
 use crate::model::{Config, ModelError};
+use crate::placement::Profile;
 use crate::sample::Sampling;
 use crate::tokenizer::Tokenizer;
 
@@ -33,6 +35,8 @@ pub struct EngineArgs {
     /// Coded experts: decode and multiply at once, or one after the other
     #[arg(long, value_enum, default_value = "fused")]
     kernel: KernelArg,
+    #[command(flatten)]
+    budget: BudgetArgs,
 }
 
 #[derive(Clone, Copy, ValueEnum)]
@@ -69,7 +73,7 @@ impl EngineArgs {
     }
 
     /// Loads the model and says on stderr where it went.
-    pub fn open(&self, dir: &Path) -> anyhow::Result<Box<dyn Engine>> {
+    pub fn open(&self, dir: &Path, positions: usize) -> anyhow::Result<Box<dyn Engine>> {
         let options = Options {
             device: match self.device {
                 DeviceArg::Auto => Device::Auto,
@@ -86,6 +90,8 @@ impl EngineArgs {
                 KernelArg::Fused => Form::Fused,
                 KernelArg::Unfused => Form::Unfused,
             },
+            placed: (self.budget.any()).then(|| self.budget.request(positions)),
+            positions,
         };
         let mut progress = Progress::new("loading layers");
         let engine = engine::open(dir, options, |done, all| progress.set(done, all));
@@ -141,6 +147,9 @@ pub struct GenerateArgs {
     /// Write the logits each token was chosen from: safetensors, `logits` f32 [generated, vocab]
     #[arg(long, value_name = "FILE")]
     logits: Option<PathBuf>,
+    /// Add which experts were chosen to a usage profile
+    #[arg(long, value_name = "FILE")]
+    usage: Option<PathBuf>,
     /// Print one JSON object at the end instead of the text
     #[arg(long)]
     json: bool,
@@ -239,9 +248,18 @@ pub fn run(args: GenerateArgs) -> anyhow::Result<()> {
     if let Some(file) = &args.logits {
         check_logits(file)?;
     }
+    if let Some(file) = args.usage.as_ref().filter(|f| f.exists()) {
+        Profile::read(file)?;
+    }
     let start = Instant::now();
-    let mut engine = args.engine.open(&dir)?;
+    // As many positions as the sequence can come to.
+    let most = args.ctx_size.unwrap_or(config.max_positions);
+    let wanted = request.tokens.map_or(most, |n| request.prompt.len() + n);
+    let mut engine = args.engine.open(&dir, wanted.min(most).max(1))?;
     let load_time = start.elapsed();
+    if args.usage.is_some() {
+        engine.record_usage();
+    }
     if args.temp > 0.0 {
         ui::note!("seed {seed}");
     }
@@ -290,6 +308,9 @@ pub fn run(args: GenerateArgs) -> anyhow::Result<()> {
     {
         failed = emit(stream.finish()).err();
     }
+    if let (Some(file), Some(usage)) = (&args.usage, engine.usage()) {
+        usage.record(file)?;
+    }
     if let Some(file) = &args.logits {
         write_logits(file, &generated, engine.config().vocab)?;
     }
@@ -312,6 +333,9 @@ pub fn run(args: GenerateArgs) -> anyhow::Result<()> {
     }
     if generated.finish_reason == FinishReason::Interrupted {
         ui::note!("interrupted");
+    }
+    if let Some(hits) = engine.placement().hits() {
+        ui::note!("selections: {hits}");
     }
     ui::note!(
         "load {:.2} s; prompt {} tokens, {:.1} tokens/s; generated {} tokens, {:.1} tokens/s",

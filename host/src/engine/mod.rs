@@ -6,10 +6,14 @@ use thiserror::Error;
 
 use crate::backend::LoadExperts;
 use crate::backend::cpu::Cpu;
-use crate::backend::kernels::{CudaDevice, EmulatedDevice, KernelBackend, KernelError};
+use crate::backend::kernels::{
+    CudaDevice, DeviceError, EmulatedDevice, KernelBackend, KernelError,
+};
 use crate::backend::reference::Reference;
 use crate::expert::{Form, Tier};
 use crate::model::{Config, Model, ModelError, Session, Source, Wanted};
+use crate::placement::request::{Request, RequestError, Size};
+use crate::placement::{self, Plan, Profile};
 
 /// What computes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -27,7 +31,7 @@ pub enum Device {
 }
 
 /// What a user may choose.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub struct Options {
     /// Where to compute.
     pub device: Device,
@@ -35,6 +39,11 @@ pub struct Options {
     pub tier: Option<Tier>,
     /// How coded experts are multiplied.
     pub form: Form,
+    /// Budgets to spread experts over tiers by; without them that is done only where they do not fit
+    /// into device memory.
+    pub placed: Option<Request>,
+    /// Positions that the KV cache will be for.
+    pub positions: usize,
 }
 
 /// Why an engine does not start or run.
@@ -51,6 +60,15 @@ pub enum EngineError {
         /// What is missing, and the remedy.
         why: String,
     },
+    /// Experts in tiers, where there is one place only.
+    #[error("--device {device} has one place for experts; budgets are for a GPU and an archive")]
+    NoTiers {
+        /// Its name on the command line.
+        device: &'static str,
+    },
+    /// Budgets that hold no model, or what a plan needs.
+    #[error(transparent)]
+    Plan(#[from] RequestError),
     /// The back end, while it computed.
     #[error("{device}: {source}")]
     Backend {
@@ -64,12 +82,15 @@ pub enum EngineError {
 /// Experts in one tier.
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
 pub struct TierUse {
-    /// `ram-raw`, `ram-ans`, `vram-raw` or `vram-ans`.
+    /// `ram-raw`, `ram-ans`, `vram-raw` or `vram-ans`; of a plan [`placement::Tier::name`].
     pub tier: &'static str,
     /// Experts, over all layers.
     pub experts: usize,
     /// Bytes that they take there.
     pub bytes: u64,
+    /// How often they were chosen so far, where experts are in tiers.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub selections: Option<u64>,
 }
 
 /// What a run used, as `--json` says it.
@@ -81,6 +102,29 @@ pub struct Placement {
     pub kernel: Option<&'static str>,
     /// Experts and bytes.
     pub tiers: Vec<TierUse>,
+    /// How often experts in device memory were chosen, where its tiers are not told apart.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub vram_selections: Option<u64>,
+    /// Microseconds of a token that the plan predicts.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub predicted_us: Option<u64>,
+}
+
+impl Placement {
+    /// Share of all selections that each tier had, for people; nothing without a plan.
+    pub fn hits(&self) -> Option<String> {
+        let vram = self.vram_selections.map(|n| ("device memory", n));
+        let others = self
+            .tiers
+            .iter()
+            .filter_map(|t| Some((t.tier, t.selections?)));
+        let counts: Vec<(&str, u64)> = vram.into_iter().chain(others).collect();
+        let all: u64 = counts.iter().map(|(_, n)| n).sum();
+        let shares: Vec<String> = (counts.iter())
+            .map(|(name, n)| format!("{name} {:.1}% ({n})", 100.0 * *n as f64 / all as f64))
+            .collect();
+        (all > 0).then(|| shares.join(", "))
+    }
 }
 
 impl std::fmt::Display for Placement {
@@ -90,8 +134,11 @@ impl std::fmt::Display for Placement {
             let mb = t.bytes as f64 / 1e6;
             write!(f, "; {}: {} experts, {mb:.1} MB", t.tier, t.experts)?;
         }
-        match self.kernel {
-            Some(kernel) => write!(f, "; {kernel} kernels"),
+        if let Some(kernel) = self.kernel {
+            write!(f, "; {kernel} kernels")?;
+        }
+        match self.predicted_us {
+            Some(us) => write!(f, "; predicted {:.1} tokens/s", 1e6 / us as f64),
             None => Ok(()),
         }
     }
@@ -113,6 +160,10 @@ pub trait Engine {
     /// # Panics
     /// Without [`Engine::begin`], or if there is no room.
     fn forward(&mut self, ids: &[u32], wanted: Wanted) -> Result<Vec<f32>, EngineError>;
+    /// From here on counts which experts are chosen.
+    fn record_usage(&mut self);
+    /// What was chosen since [`Engine::record_usage`].
+    fn usage(&self) -> Option<Profile>;
 }
 
 struct Loaded<B: LoadExperts> {
@@ -121,9 +172,25 @@ struct Loaded<B: LoadExperts> {
     form: Form,
     /// `ram` or `vram`.
     gpu: bool,
+    plan: Option<Plan>,
 }
 
 impl<B: LoadExperts> Loaded<B> {
+    fn tiers(&self, plan: &Plan) -> Vec<TierUse> {
+        let used = self.model.used();
+        // Where some layers do not tell the two tiers of device memory apart, none is.
+        let known = |t: placement::Tier| used.vram == 0 || t > placement::Tier::VramAns;
+        (plan.table.iter().zip(used.tiers))
+            .filter(|(t, _)| t.experts > 0)
+            .map(|(t, used)| TierUse {
+                tier: t.tier.name(),
+                experts: t.experts,
+                bytes: t.bytes,
+                selections: known(t.tier).then_some(used),
+            })
+            .collect()
+    }
+
     fn failed(&self, e: B::Error) -> EngineError {
         EngineError::Backend {
             device: self.model.backend().describe(),
@@ -145,16 +212,30 @@ impl<B: LoadExperts> Engine for Loaded<B> {
                 Form::Fused => "fused",
                 Form::Unfused => "unfused",
             }),
-            tiers: vec![TierUse {
-                tier: match (self.gpu, p.tier) {
-                    (false, Tier::Raw) => "ram-raw",
-                    (false, Tier::Ans) => "ram-ans",
-                    (true, Tier::Raw) => "vram-raw",
-                    (true, Tier::Ans) => "vram-ans",
-                },
-                experts: p.experts,
-                bytes: p.bytes,
-            }],
+            tiers: match &self.plan {
+                Some(plan) => self.tiers(plan),
+                None => vec![TierUse {
+                    tier: match (self.gpu, p.tier) {
+                        (false, Tier::Raw) => "ram-raw",
+                        (false, Tier::Ans) => "ram-ans",
+                        (true, Tier::Raw) => "vram-raw",
+                        (true, Tier::Ans) => "vram-ans",
+                    },
+                    experts: p.experts,
+                    bytes: p.bytes,
+                    selections: None,
+                }],
+            },
+            vram_selections: self.plan.as_ref().and_then(|_| {
+                let used = self.model.used();
+                (used.vram > 0).then(|| {
+                    used.vram
+                        + used.tiers[..=placement::Tier::VramAns as usize]
+                            .iter()
+                            .sum::<u64>()
+                })
+            }),
+            predicted_us: self.plan.as_ref().map(|p| (1e6 * p.token) as u64),
         }
     }
 
@@ -184,6 +265,14 @@ impl<B: LoadExperts> Engine for Loaded<B> {
         let logits = self.model.forward(session, ids, wanted);
         logits.map_err(|e| self.failed(e))
     }
+
+    fn record_usage(&mut self) {
+        self.model.record_usage();
+    }
+
+    fn usage(&self) -> Option<Profile> {
+        self.model.usage()
+    }
 }
 
 /// Loads the model of directory `dir`. `progress` gets `(layers done, layers)`.
@@ -193,8 +282,39 @@ pub fn open(
     mut progress: impl FnMut(usize, usize),
 ) -> Result<Box<dyn Engine>, EngineError> {
     let config = Config::read(dir)?;
-    let source = Source::open(dir, &config, options.tier)?;
     let layers = config.layers.len();
+    match (options.device, &options.placed) {
+        (Device::Emulator, Some(request)) => {
+            let (device, free) = (EmulatedDevice::default(), EmulatedDevice::MEMORY);
+            return open_placed(device, free, dir, &options, request, &mut progress);
+        }
+        (Device::Cuda | Device::Auto, _) if CudaDevice::count() > 0 => {
+            let opened = CudaDevice::new(0).and_then(|d| Ok((d.free_bytes()?, d)));
+            // Whatever is wrong with it is said below.
+            if let Ok((free, device)) = opened {
+                let request = match &options.placed {
+                    None if options.tier != Some(Tier::Raw) => {
+                        overflow(dir, &config, &options, free)?
+                    }
+                    placed => placed.clone(),
+                };
+                if let Some(request) = &request {
+                    return open_placed(device, free, dir, &options, request, &mut progress);
+                }
+            }
+        }
+        (device, Some(_)) => {
+            let device = match device {
+                Device::Cpu => "cpu",
+                Device::Reference => "reference",
+                Device::Cuda => cuda().map(|_| "cuda")?,
+                Device::Auto | Device::Emulator => "auto",
+            };
+            return Err(EngineError::NoTiers { device });
+        }
+        _ => (),
+    }
+    let source = Source::open(dir, &config, options.tier)?;
     let load = Load {
         dir,
         config,
@@ -214,6 +334,135 @@ pub fn open(
         Device::Auto | Device::Cpu => load.on(cpu()?, false),
         Device::Emulator => load.on(emulator()?, false),
         Device::Reference => load.on(Reference, false),
+    }
+}
+
+/// A request for a plan where a model and its coded experts are larger than the device's memory.
+fn overflow(
+    dir: &Path,
+    config: &Config,
+    options: &Options,
+    free: u64,
+) -> Result<Option<Request>, EngineError> {
+    let file = dir.join(crate::model::directory::ARCHIVE_FILE);
+    if !file.exists() {
+        return Ok(None);
+    }
+    let archive = crate::archive::Archive::open(&file).map_err(ModelError::from)?;
+    let fixed: u64 = (placement::memory::fixed(config, options.positions).iter())
+        .map(|f| f.vram)
+        .sum();
+    let mut experts = 0;
+    for layer in archive.layers() {
+        for e in 0..archive.experts() {
+            experts += archive.place_of(*layer, e).map_err(ModelError::from)?.1 as u64;
+        }
+    }
+    let request = Request {
+        positions: options.positions,
+        ..Request::default()
+    };
+    Ok((fixed + experts > free).then_some(request))
+}
+
+/// Plans tiers for the experts of directory `dir` on `device`, of whose memory `free` bytes are free,
+/// and loads the model. Where memory runs out all the same, a smaller plan is made, and said.
+pub fn open_placed<D: crate::backend::kernels::Device + Clone + 'static>(
+    device: D,
+    free: u64,
+    dir: &Path,
+    options: &Options,
+    request: &Request,
+    progress: &mut impl FnMut(usize, usize),
+) -> Result<Box<dyn Engine>, EngineError> {
+    let config = Config::read(dir)?;
+    let layers = config.layers.len();
+    let mut request = request.clone();
+    let mut calibration = None;
+    for attempt in 0.. {
+        let backend = KernelBackend::new(device.clone()).map_err(|e| EngineError::Device {
+            device: "cuda",
+            why: e.to_string(),
+        })?;
+        let source = Source::open(dir, &config, options.tier)?;
+        let Some(archive) = source.coded() else {
+            return Err(EngineError::NoTiers {
+                device: "cuda --tier raw",
+            });
+        };
+        let rates = match calibration.take() {
+            Some(found) => found,
+            None => request.rates(&backend, archive, &config)?.0,
+        };
+        calibration = Some(rates.clone());
+        let planned = request.plan(dir, &config, archive, rates, free)?;
+        let staged = placement::staged(config.router.top_k);
+        let Some((source, direct)) = source.tiered(planned.plan.tiers.clone(), staged)? else {
+            return Err(EngineError::NoTiers { device: "cuda" });
+        };
+        let on_disk = planned.plan.table[placement::Tier::DiskAns as usize].experts;
+        if on_disk > 0 && !direct {
+            tracing::warn!(
+                "the file system takes no direct reads: experts are read through its cache"
+            );
+        }
+        let loaded = Model::load(
+            backend,
+            dir,
+            config.clone(),
+            &source,
+            options.form,
+            |done| {
+                progress(done, layers);
+            },
+        );
+        // The caches too, while there is another plan to make.
+        let wanted = Wanted::Last;
+        let loaded = loaded.and_then(|model| {
+            let session = model.session(options.positions, wanted);
+            let session = session.map_err(|e| ModelError::Place {
+                what: "the KV cache".into(),
+                source: Box::new(e),
+            })?;
+            Ok((model, session))
+        });
+        match loaded {
+            Ok((model, session)) => {
+                return Ok(Box::new(Loaded {
+                    model,
+                    session: Some((session, wanted)),
+                    form: options.form,
+                    gpu: true,
+                    plan: Some(planned.plan),
+                }));
+            }
+            Err(e) if attempt < 3 => match out_of_memory(&e) {
+                Some(device) if device => {
+                    let fixed = planned.fixed.iter().map(|f| f.vram).sum::<u64>();
+                    request.vram = Some(Size::Bytes(fixed + planned.plan.vram / 8 * 7));
+                    tracing::warn!("{e}; placing fewer experts in device memory");
+                }
+                Some(_) => {
+                    request.ram = Some(Size::Bytes(planned.plan.ram / 8 * 7));
+                    tracing::warn!("{e}; placing fewer experts in host memory");
+                }
+                None => return Err(e.into()),
+            },
+            Err(e) => return Err(e.into()),
+        }
+    }
+    unreachable!("the loop ends at a model or an error")
+}
+
+/// Whether memory ran out: the device's, or else the host's.
+fn out_of_memory(error: &ModelError) -> Option<bool> {
+    let ModelError::Place { source, .. } = error else {
+        return None;
+    };
+    match source.downcast_ref::<KernelError>()? {
+        KernelError::Device(DeviceError::OutOfMemory { .. }) => Some(true),
+        KernelError::Device(DeviceError::HostMemory { .. }) => Some(false),
+        _ => None,
     }
 }
 
@@ -268,6 +517,7 @@ impl Load<'_> {
             session: None,
             form: self.form,
             gpu,
+            plan: None,
         }))
     }
 }

@@ -208,6 +208,9 @@ impl<B: LoadExperts> Model<B> {
             };
             self.head(session, batch.len(), tokens, &mut logits)?;
             session.position += batch.len();
+            if let Some(usage) = self.usage.borrow_mut().as_mut() {
+                usage.add_tokens(batch.len() as f64);
+            }
         }
         Ok(logits)
     }
@@ -246,7 +249,7 @@ impl<B: LoadExperts> Model<B> {
                 )?;
             }
         }
-        for (layer, cache) in self.layers.iter().zip(&mut session.caches) {
+        for (l, (layer, cache)) in self.layers.iter().zip(&mut session.caches).enumerate() {
             if let Some(trace) = trace.as_deref_mut() {
                 let mut x = vec![0.0; c.hidden];
                 b.read(&s.x, (tokens - 1) * c.hidden, &mut x)?;
@@ -273,7 +276,10 @@ impl<B: LoadExperts> Model<B> {
                         tokens,
                     )?;
                 }
-                Mlp::Sparse(moe) => self.moe(moe, s, tokens)?,
+                Mlp::Sparse(moe) => {
+                    self.moe(moe, s, tokens)?;
+                    self.count(l, s, tokens)?;
+                }
             }
         }
         if let Some(trace) = trace {
@@ -621,6 +627,18 @@ impl<B: LoadExperts> Model<B> {
             rows_mut(out, hidden),
             unscaled,
         )
+    }
+
+    /// Notes which experts of layer `l` were chosen, where that is wanted.
+    fn count(&self, l: usize, s: &Scratch<B>, tokens: usize) -> Result<(), B::Error> {
+        if let Some(usage) = self.usage.borrow_mut().as_mut() {
+            let mut ids = vec![0; tokens * self.config.router.top_k];
+            self.backend.read(&s.expert_ids, 0, &mut ids)?;
+            for id in ids {
+                usage.add(l as u32, id, 1.0);
+            }
+        }
+        Ok(())
     }
 
     /// `x += routed experts + shared expert`, of the normed hidden states.

@@ -1,6 +1,8 @@
 //! Weights on a back end.
 
+use std::cell::RefCell;
 use std::path::Path;
+use std::sync::Arc;
 
 use rayon::prelude::*;
 
@@ -10,9 +12,11 @@ use super::directory::{ARCHIVE_FILE, Dense, EXPERTS_FILE, FINGERPRINT_KEY, RawEx
 use super::error::ModelError;
 use super::family::qwen3_moe::{self, Grouped};
 use crate::archive::{Archive, ExpertSource, LayerRecords, Record, expert_digest};
-use crate::backend::{LayerExperts, LoadExperts, Scoring};
+use crate::backend::{LayerExperts, LoadExperts, Scoring, TieredLayer};
 use crate::expert::{ExpertShape, Form, Tier};
 use crate::interrupt;
+use crate::placement::reader::DirectFile;
+use crate::placement::{self, Profile, Used};
 
 /// Where routed experts come from.
 pub enum Source {
@@ -22,6 +26,16 @@ pub enum Source {
     Decoded(Archive),
     /// An archive; tier ans.
     Coded(Archive),
+    /// An archive whose experts go to several tiers.
+    Tiered(Tiered),
+}
+
+/// An archive, and where its experts go.
+pub struct Tiered {
+    archive: Archive,
+    file: Arc<DirectFile>,
+    tiers: Vec<Vec<placement::Tier>>,
+    staged: usize,
 }
 
 const FOREIGN: &str = "it is the archive of another model: make this one's with `host pack -m DIR`";
@@ -58,9 +72,46 @@ impl Source {
         })
     }
 
+    /// The archive, if its experts stay coded.
+    pub fn coded(&self) -> Option<&Archive> {
+        match self {
+            Source::Coded(archive) => Some(archive),
+            Source::Tiered(t) => Some(&t.archive),
+            _ => None,
+        }
+    }
+
+    /// The same experts in several tiers: `tiers` of each expert of each layer with experts, in
+    /// order. Whether what is read later goes past the page cache. `None` where there is no archive
+    /// or the numbers are not its own.
+    pub fn tiered(
+        self,
+        tiers: Vec<Vec<placement::Tier>>,
+        staged: usize,
+    ) -> Result<Option<(Self, bool)>, ModelError> {
+        let Source::Coded(archive) = self else {
+            return Ok(None);
+        };
+        let experts = archive.experts();
+        if tiers.len() != archive.layers().len() || tiers.iter().any(|t| t.len() != experts) {
+            return Ok(None);
+        }
+        let file = DirectFile::open(archive.path())
+            .map_err(|e| ModelError::io(archive.path(), e, "check the file's permissions"))?;
+        let direct = file.direct();
+        let tiered = Tiered {
+            file: Arc::new(file),
+            archive,
+            tiers,
+            staged,
+        };
+        Ok(Some((Self::Tiered(tiered), direct)))
+    }
+
     /// Geometry of the experts.
     pub fn shape(&self) -> ExpertShape {
         match self {
+            Source::Tiered(t) => *t.archive.shape(),
             Source::Raw(raw) => raw.shape(),
             Source::Decoded(archive) | Source::Coded(archive) => *archive.shape(),
         }
@@ -70,7 +121,7 @@ impl Source {
     pub fn tier(&self) -> Tier {
         match self {
             Source::Raw(_) | Source::Decoded(_) => Tier::Raw,
-            Source::Coded(_) => Tier::Ans,
+            Source::Coded(_) | Source::Tiered(_) => Tier::Ans,
         }
     }
 
@@ -92,7 +143,7 @@ impl Source {
                 let bytes = raw_bytes(raw.len());
                 (LayerExperts::Raw(raw), bytes)
             }
-            Source::Coded(archive) => {
+            Source::Coded(archive) | Source::Tiered(Tiered { archive, .. }) => {
                 let (layer, records) = records(archive, l)?;
                 let bytes = records.iter().map(|r| r.bytes.len() as u64).sum();
                 (LayerExperts::Coded { layer, records }, bytes)
@@ -290,6 +341,8 @@ pub struct Model<B: LoadExperts> {
     /// Whether any matrix has scales.
     pub(super) scaled: bool,
     placement: Placement,
+    /// Experts chosen so far, where that is wanted.
+    pub(super) usage: RefCell<Option<Profile>>,
     rounded: usize,
 }
 
@@ -497,6 +550,35 @@ impl<B: LoadExperts> Loader<'_, B> {
         })
     }
 
+    /// A layer's routed experts, where the source says.
+    fn experts(&mut self, l: usize, source: &Source, form: Form) -> Result<B::Experts, ModelError> {
+        let what = format!("the experts of layer {l}");
+        if let Source::Tiered(t) = source
+            && let Ok(index) = t.archive.layers().binary_search(&(l as u32))
+        {
+            let layer = TieredLayer {
+                archive: &t.archive,
+                file: &t.file,
+                number: l as u32,
+                tiers: &t.tiers[index],
+                staged: t.staged,
+            };
+            let placed = self.backend.load_tiers(&layer, source.shape(), form);
+            if let Some(placed) = self.place(&what, placed)? {
+                for e in 0..t.archive.experts() {
+                    self.expert_bytes += t.archive.place_of(l as u32, e)?.1 as u64;
+                }
+                return Ok(placed);
+            }
+        }
+        let (experts, bytes) = source.layer(l)?;
+        self.expert_bytes += bytes;
+        self.place(
+            &what,
+            self.backend.load_experts(experts, source.shape(), form),
+        )
+    }
+
     fn latent(&mut self, l: usize, kind: LayerKind) -> Result<Latent<B>, ModelError> {
         let c = self.config;
         let mla = &c.mla;
@@ -562,15 +644,11 @@ impl<B: LoadExperts> Loader<'_, B> {
                 )?,
                 Scoring::Softmax => vec![0.0; c.router.experts],
             };
-            let (experts, bytes) = source.layer(l)?;
-            self.expert_bytes += bytes;
+            let experts = self.experts(l, source, form)?;
             Mlp::Sparse(Moe {
                 router: self.one(&at(l, "mlp.gate.weight"), &[c.router.experts, c.hidden])?,
                 bias: self.place("e_score_correction_bias", self.backend.upload(&bias))?,
-                experts: self.place(
-                    &format!("the experts of layer {l}"),
-                    self.backend.load_experts(experts, source.shape(), form),
-                )?,
+                experts,
                 shared: match c.shared_intermediate {
                     0 => None,
                     width => Some(self.ffn(l, "mlp.shared_experts.", width)?),
@@ -644,7 +722,29 @@ impl<B: LoadExperts> Model<B> {
             inv_freq,
             scaled,
             placement,
+            usage: RefCell::new(None),
         })
+    }
+
+    /// From here on counts which experts are chosen.
+    pub fn record_usage(&self) {
+        *self.usage.borrow_mut() = Some(Profile::new());
+    }
+
+    /// What was chosen since [`Model::record_usage`].
+    pub fn usage(&self) -> Option<Profile> {
+        self.usage.borrow().clone()
+    }
+
+    /// How often experts of each tier were chosen.
+    pub fn used(&self) -> Used {
+        let mut sum = Used::default();
+        for layer in &self.layers {
+            if let Mlp::Sparse(moe) = &layer.mlp {
+                sum.add(&self.backend.used(&moe.experts));
+            }
+        }
+        sum
     }
 
     /// The model's geometry.

@@ -7,6 +7,7 @@ pub mod memory;
 pub mod planner;
 pub mod profile;
 pub mod reader;
+pub mod request;
 
 pub use cost::{LayerTime, Line, Rates};
 pub use planner::{Budget, LayerModel, ModelUse, Plan, PlanError, plan};
@@ -31,6 +32,25 @@ pub enum Tier {
     /// In the archive alone; read, then as [`Tier::RamAns`].
     #[serde(rename = "disk-ans")]
     DiskAns,
+}
+
+/// How often experts were chosen, by tier.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Used {
+    /// Of each tier.
+    pub tiers: [u64; TIERS],
+    /// Of either tier of device memory: layers with both, and nothing elsewhere, are not asked which.
+    pub vram: u64,
+}
+
+impl Used {
+    /// Adds another's.
+    pub fn add(&mut self, other: &Used) {
+        for (a, b) in self.tiers.iter_mut().zip(other.tiers) {
+            *a += b;
+        }
+        self.vram += other.vram;
+    }
 }
 
 /// Number of tiers.

@@ -21,10 +21,11 @@ use cust::error::CudaError;
 use cust::event::{Event, EventFlags};
 use cust::function::{Function, FunctionAttribute};
 use cust::memory::{
-    AsyncCopyDestination, DevicePointer, DeviceSlice, cuda_free, cuda_malloc, mem_get_info,
+    AsyncCopyDestination, DevicePointer, DeviceSlice, cuda_free, cuda_free_locked, cuda_malloc,
+    cuda_malloc_locked, mem_get_info,
 };
 use cust::module::Module;
-use cust::stream::Stream;
+use cust::stream::{Stream, StreamWaitEventFlags};
 
 use super::device::{ALIGNMENT, Device, DeviceError, DeviceLimits, DeviceMemory, Launch};
 use super::device::{check_launch, check_range};
@@ -75,6 +76,8 @@ struct Inner {
     functions: Vec<Function<'static>>,
     /// Launches of several threads go to it in some order.
     stream: Stream,
+    /// Of copies beside it.
+    copies: Stream,
     #[expect(dead_code, reason = "owned for the functions")]
     module: Module,
     context: Context,
@@ -101,6 +104,17 @@ impl Inner {
     fn synchronize(&self) -> Result<(), DeviceError> {
         let done = self.stream.synchronize();
         done.map_err(|e| self.error("cuStreamSynchronize", e))
+    }
+
+    /// `behind` goes on when what `first` was given so far is done.
+    fn order(&self, first: &Stream, behind: &Stream) -> Result<(), DeviceError> {
+        self.enter()?;
+        let event = Event::new(EventFlags::DISABLE_TIMING);
+        let event = event.map_err(|e| self.error("cuEventCreate", e))?;
+        (event.record(first)).map_err(|e| self.error("cuEventRecord", e))?;
+        // The driver keeps the event for as long as somebody waits for it.
+        (behind.wait_event(event, StreamWaitEventFlags::DEFAULT))
+            .map_err(|e| self.error("cuStreamWaitEvent", e))
     }
 
     fn pool(&self) -> std::sync::MutexGuard<'_, BTreeMap<usize, Vec<u64>>> {
@@ -186,6 +200,7 @@ impl CudaDevice {
             .map_err(|e| cust_error(&name, "cuCtxSetCurrent", e))?;
         let module = load_module(&info)?;
         let stream = non_blocking_stream(&name)?;
+        let copies = non_blocking_stream(&name)?;
         let mut functions = Vec::with_capacity(KernelId::ALL.len());
         for id in KernelId::ALL {
             let function = load_function(&name, &limits, &module, *id)?;
@@ -201,6 +216,7 @@ impl CudaDevice {
                 pool: Mutex::default(),
                 functions,
                 stream,
+                copies,
                 module,
                 context,
             }),
@@ -408,7 +424,55 @@ impl CudaMemory {
     }
 }
 
+/// Pinned host memory; given back when dropped, behind the copies that use it.
+pub struct CudaHost {
+    device: Arc<Inner>,
+    address: *mut u8,
+    size: usize,
+}
+
+// SAFETY: it owns its bytes; the driver may be called from any thread.
+unsafe impl Send for CudaHost {}
+// SAFETY: shared, it can only be read.
+unsafe impl Sync for CudaHost {}
+
+impl std::ops::Deref for CudaHost {
+    type Target = [u8];
+    fn deref(&self) -> &[u8] {
+        if self.size == 0 {
+            return &[];
+        }
+        // SAFETY: allocated with this size and zeroed; owned.
+        unsafe { std::slice::from_raw_parts(self.address, self.size) }
+    }
+}
+
+impl std::ops::DerefMut for CudaHost {
+    fn deref_mut(&mut self) -> &mut [u8] {
+        if self.size == 0 {
+            return &mut [];
+        }
+        // SAFETY: as above; that no copy reads it meanwhile is promised to `copy_beside`.
+        unsafe { std::slice::from_raw_parts_mut(self.address, self.size) }
+    }
+}
+
+impl Drop for CudaHost {
+    fn drop(&mut self) {
+        if self.size == 0 {
+            return;
+        }
+        // Nothing can be done about failures here.
+        let _ = self.device.enter();
+        let _ = self.device.copies.synchronize();
+        // SAFETY: allocated by `cuda_malloc_locked`, owned, and no copy uses it any more.
+        let _ = unsafe { cuda_free_locked(self.address) };
+    }
+}
+
 impl DeviceMemory for CudaMemory {
+    type Host = CudaHost;
+
     fn address(&self) -> u64 {
         self.address
     }
@@ -555,6 +619,63 @@ impl Device for CudaDevice {
         }
         .map_err(|e| inner.error("cuMemcpyDtoHAsync", e))?;
         inner.synchronize()
+    }
+
+    fn allocate_host(&self, bytes: usize) -> Result<CudaHost, DeviceError> {
+        let inner = &self.inner;
+        inner.enter()?;
+        let address = if bytes == 0 {
+            null_mut()
+        } else {
+            // SAFETY: zeroed below, before it can be read.
+            let pinned = unsafe { cuda_malloc_locked::<u8>(bytes) };
+            let address = pinned.map_err(|e| match e {
+                CudaError::OutOfMemory => DeviceError::HostMemory {
+                    device: inner.info.to_string(),
+                    requested: bytes as u64,
+                },
+                e => inner.error("cuMemAllocHost", e),
+            })?;
+            // SAFETY: just allocated with this size.
+            unsafe { address.write_bytes(0, bytes) };
+            address
+        };
+        Ok(CudaHost {
+            device: inner.clone(),
+            address,
+            size: bytes,
+        })
+    }
+
+    fn fork(&self) -> Result<(), DeviceError> {
+        self.inner.order(&self.inner.stream, &self.inner.copies)
+    }
+
+    unsafe fn copy_beside(
+        &self,
+        memory: &CudaMemory,
+        offset: usize,
+        host: &CudaHost,
+        bytes: std::ops::Range<usize>,
+    ) -> Result<(), DeviceError> {
+        let data = &host[bytes];
+        check_range("copy", offset, data.len(), memory.size)?;
+        if data.is_empty() {
+            return Ok(());
+        }
+        let inner = &self.inner;
+        inner.enter()?;
+        // SAFETY: both ranges are live, and stay so until the copy is done: the caller's promise.
+        unsafe {
+            memory
+                .range(offset, data.len())
+                .async_copy_from(data, &inner.copies)
+        }
+        .map_err(|e| inner.error("cuMemcpyHtoDAsync", e))
+    }
+
+    fn join(&self) -> Result<(), DeviceError> {
+        self.inner.order(&self.inner.copies, &self.inner.stream)
     }
 
     unsafe fn launch<K: KernelFn>(

@@ -44,6 +44,17 @@ pub enum DeviceError {
         /// Bytes free at that moment.
         free: u64,
     },
+    /// Host memory that cannot be pinned.
+    #[error(
+        "{device}: {requested} bytes of host memory cannot be pinned; free some or give a smaller \
+         --ram-budget"
+    )]
+    HostMemory {
+        /// The device.
+        device: String,
+        /// Bytes asked for.
+        requested: u64,
+    },
     /// A driver call failed.
     #[error("{device}: {call} failed: {name} ({code}): {what}; `host doctor` checks the driver")]
     Driver {
@@ -91,6 +102,9 @@ pub enum DeviceError {
 
 /// Memory on a device; given back when dropped, in the device's order.
 pub trait DeviceMemory {
+    /// Host memory that the device copies from by itself, 4 KiB aligned where that is pinned.
+    type Host: std::ops::DerefMut<Target = [u8]>;
+
     /// Device address, a multiple of [`ALIGNMENT`].
     fn address(&self) -> u64;
     /// Bytes asked for.
@@ -204,6 +218,32 @@ pub trait Device {
         offset: usize,
         out: &mut [u8],
     ) -> Result<(), DeviceError>;
+
+    /// `bytes` bytes of host memory for [`Device::copy_beside`], with any content.
+    fn allocate_host(
+        &self,
+        bytes: usize,
+    ) -> Result<<Self::Memory as DeviceMemory>::Host, DeviceError>;
+
+    /// Copies that follow wait for what the stream was given so far.
+    fn fork(&self) -> Result<(), DeviceError>;
+
+    /// Copies bytes of `host` to `offset` of `memory`, beside what the stream does.
+    ///
+    /// # Safety
+    /// From [`Device::fork`] to [`Device::join`] and until what follows in the stream has been
+    /// waited for, nothing but what follows the join uses the range of `memory`, and the bytes of
+    /// `host` are neither written nor given back.
+    unsafe fn copy_beside(
+        &self,
+        memory: &Self::Memory,
+        offset: usize,
+        host: &<Self::Memory as DeviceMemory>::Host,
+        bytes: std::ops::Range<usize>,
+    ) -> Result<(), DeviceError>;
+
+    /// What follows in the stream waits for the copies so far.
+    fn join(&self) -> Result<(), DeviceError>;
 
     /// Launches a kernel; a grid with a zero does nothing.
     ///

@@ -24,6 +24,9 @@ impl EmulatedDevice {
         threads_per_sm: 2048,
     };
 
+    /// Memory that plans count on, bytes.
+    pub const MEMORY: u64 = 1 << 30;
+
     /// A device of the given properties.
     pub fn new(limits: DeviceLimits) -> Self {
         Self { limits }
@@ -44,6 +47,8 @@ pub struct EmulatedMemory {
 }
 
 impl DeviceMemory for EmulatedMemory {
+    type Host = Vec<u8>;
+
     fn address(&self) -> u64 {
         self.bytes.slice().addr
     }
@@ -103,6 +108,28 @@ impl Device for EmulatedDevice {
     ) -> Result<(), DeviceError> {
         check_range("download", offset, out.len(), memory.size)?;
         memory.bytes.read(offset, out);
+        Ok(())
+    }
+
+    fn allocate_host(&self, bytes: usize) -> Result<Vec<u8>, DeviceError> {
+        Ok(vec![0; bytes])
+    }
+
+    fn fork(&self) -> Result<(), DeviceError> {
+        Ok(())
+    }
+
+    unsafe fn copy_beside(
+        &self,
+        memory: &EmulatedMemory,
+        offset: usize,
+        host: &Vec<u8>,
+        bytes: std::ops::Range<usize>,
+    ) -> Result<(), DeviceError> {
+        self.upload(memory, offset, &host[bytes])
+    }
+
+    fn join(&self) -> Result<(), DeviceError> {
         Ok(())
     }
 

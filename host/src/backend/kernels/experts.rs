@@ -3,8 +3,10 @@
 //! Nothing comes back to the host within a layer: assignments are grouped on the device, and the
 //! matmuls read there how many experts are active.
 
+mod tiers;
 mod timed;
 
+pub(super) use tiers::Stage;
 pub use timed::Prepared;
 
 use cuda_std::mem::Slice;
@@ -18,9 +20,10 @@ use super::device::{ALIGNMENT, Device, DeviceMemory};
 use super::ops::{Buffer, KernelBackend, KernelError, Result, View, input, output, word};
 use super::plan;
 use super::table::*;
-use crate::backend::{Backend, LayerExperts, LoadExperts, Rows, RowsMut};
+use crate::backend::{Backend, LayerExperts, LoadExperts, Rows, RowsMut, TieredLayer};
 use crate::codec::{Codec, ScaleFormat, Table};
 use crate::expert::{ExpertShape, Form, MatrixKind, ScaleKind};
+use crate::placement::Used;
 
 /// Bytes of scratch that unfused decoding fills before it multiplies, at most (but one expert).
 const DECODED: usize = 512 << 20;
@@ -54,6 +57,11 @@ impl<M> Class<M> {
     fn parts(&self, form: Form) -> usize {
         self.folds.segs() * self.split(form)
     }
+
+    /// Words of a slot's partial sums.
+    fn partials(&self, form: Form) -> usize {
+        self.count * self.parts(form) * self.rows
+    }
 }
 
 struct Coded<M> {
@@ -64,7 +72,7 @@ struct Coded<M> {
 }
 
 /// One layer's routed experts on a device.
-pub struct Experts<M> {
+pub struct Experts<M: DeviceMemory> {
     shape: ExpertShape,
     experts: usize,
     form: Form,
@@ -73,9 +81,11 @@ pub struct Experts<M> {
     descs: Buffer<MatrixDesc, M>,
     classes: [Class<M>; 2],
     bytes: usize,
+    /// Where the experts are that are not here.
+    tiers: Option<tiers::Tiers<M>>,
 }
 
-impl<M> Experts<M> {
+impl<M: DeviceMemory> Experts<M> {
     /// Experts.
     pub fn len(&self) -> usize {
         self.experts
@@ -89,6 +99,23 @@ impl<M> Experts<M> {
     /// Bytes that they take in device memory.
     pub fn bytes(&self) -> usize {
         self.bytes
+    }
+
+    /// `grouped` where scales are grouped.
+    fn flags(&self, grouped: u32) -> u32 {
+        match self.shape.scales {
+            ScaleKind::Row => 0,
+            ScaleKind::G64 => grouped,
+        }
+    }
+
+    /// Tokens whose scratch is not too large.
+    fn at_once(&self, tokens: usize, top_k: usize) -> usize {
+        let [gate_up, down] = &self.classes;
+        let (hidden, intermediate) = (self.shape.hidden, self.shape.intermediate);
+        let a_slot =
+            4 * (gate_up.partials(self.form) + down.partials(self.form)) + 3 * intermediate + 64;
+        plan::tokens_at_once(tokens, top_k * a_slot + 3 * hidden)
     }
 }
 
@@ -235,6 +262,7 @@ impl<D: Device> KernelBackend<D> {
             _memory: memory,
             descs: self.upload(&descs)?,
             classes,
+            tiers: None,
         })
     }
 
@@ -258,88 +286,104 @@ impl<D: Device> KernelBackend<D> {
         tokens: usize,
         out: RowsMut<'_, Buffer<f32, D::Memory>>,
     ) -> Result<()> {
-        let (hidden, intermediate) = (experts.shape.hidden, experts.shape.intermediate);
+        if let Some(tiers) = &experts.tiers
+            && !tiers.resident(tokens * top_k)
+        {
+            return self.run_tiers(experts, tiers, x, ids, weights, top_k, tokens, out);
+        }
+        let hidden = experts.shape.hidden;
         let [gate_up, down] = &experts.classes;
         let x = input("experts: x", x, tokens, hidden)?;
         let to = output("experts: out", &out, tokens, hidden)?;
         ids.from("experts: ids", 0, tokens * top_k)?;
         weights.from("experts: weights", 0, tokens * top_k)?;
-        let flags = match experts.shape.scales {
-            ScaleKind::Row => 0,
-            ScaleKind::G64 => gpu::act::GROUPED,
-        };
-        let form = experts.form;
-        let partials = |class: &Class<_>| class.count * class.parts(form) * class.rows;
-        let a_slot = 4 * (partials(gate_up) + partials(down)) + 3 * intermediate + 64;
-        let at_once = plan::tokens_at_once(tokens, top_k * a_slot + 3 * hidden);
+        let at_once = experts.at_once(tokens, top_k);
         for start in (0..tokens).step_by(at_once) {
             let n = at_once.min(tokens - start);
             let slots = n * top_k;
-            let (n32, slots32) = (word("tokens", n)?, word("slots", slots)?);
-            let k = word("experts a token", top_k)?;
-
             let quantised = self.quantise(x.skip(start), n, hidden)?;
             let slot_ids = ids.from("experts: ids", start * top_k, slots)?;
-            let groups = self.group(experts, slot_ids, n, top_k)?;
-
-            let inner = self.scratch::<u32>(slots * partials(gate_up))?;
-            let operands = Operands {
-                x: quantised.values.slice(),
-                gsum: quantised.sums.slice(),
-                row_map: groups.slot_token.slice(),
-                out: inner.slice(),
-            };
-            self.matmuls(experts, gate_up, &groups, operands)?;
-
-            let h = self.scratch::<u32>(slots * intermediate / 2)?;
-            let h_scales = self.scratch::<f32>(slots)?;
-            let h_sums = self.scratch::<i32>(slots * intermediate / 64)?;
-            let args = gpu::act::ActArgs {
-                descs: experts.descs.slice(),
-                partials: inner.slice(),
-                slot_token: groups.slot_token.slice(),
-                slot_expert: groups.slot_expert.slice(),
-                x_scales: quantised.scales.slice(),
-                quantised: h.slice(),
-                scales: h_scales.slice(),
-                sums: h_sums.slice(),
-                rows: word("rows", intermediate)?,
-                segs: word("segments", gate_up.parts(form))?,
-                slots: slots32,
-                flags,
-            };
-            let launch = Launch::new([slots32, 1, 1], gpu::act::THREADS).shared(4 * args.rows);
-            self.launch::<ActQuantise>(launch, args)?;
-
-            let outer = self.scratch::<u32>(slots * partials(down))?;
-            let operands = Operands {
-                x: h.slice(),
-                gsum: h_sums.slice(),
-                row_map: Slice::EMPTY,
-                out: outer.slice(),
-            };
-            self.matmuls(experts, down, &groups, operands)?;
-
-            let args = gpu::combine::CombineArgs {
-                descs: experts.descs.slice(),
-                partials: outer.slice(),
-                slot_expert: groups.slot_expert.slice(),
-                slot_of: groups.slot_of.slice(),
-                scales: h_scales.slice(),
+            let grouped = self.group(experts, slot_ids, n, top_k)?;
+            let groups = &grouped.groups;
+            let inner = self.scratch::<u32>(slots * gate_up.partials(experts.form))?;
+            let operands = Operands::gate_up(&quantised, groups, &inner);
+            self.matmuls(experts, gate_up, groups, operands)?;
+            let h = self.activate(experts, groups, &quantised, &inner)?;
+            let outer = self.scratch::<u32>(slots * down.partials(experts.form))?;
+            self.matmuls(experts, down, groups, Operands::down(&h, &outer))?;
+            let sum = Sum {
                 weights: weights.from("experts: weights", start * top_k, slots)?,
-                out: to.skip(start).slice,
-                out_stride: to.stride,
-                rows: word("rows", hidden)?,
-                segs: word("segments", down.parts(form))?,
-                slots: slots32,
-                k,
-                flags,
+                given: Slice::EMPTY,
+                out: to.skip(start),
+                tokens: n,
+                top_k,
             };
-            let threads = gpu::combine::THREADS;
-            let grid = [args.rows.div_ceil(threads), n32, 1];
-            self.launch::<Combine>(Launch::new(grid, threads), args)?;
+            self.combine(experts, groups, &h, &outer, sum)?;
         }
         Ok(())
+    }
+
+    /// Gate and up to the input of down.
+    fn activate(
+        &self,
+        experts: &Experts<D::Memory>,
+        groups: &Groups,
+        x: &Quantised<D::Memory>,
+        inner: &Buffer<u32, D::Memory>,
+    ) -> Result<Quantised<D::Memory>> {
+        let rows = experts.shape.intermediate;
+        let h = Quantised {
+            values: self.scratch(groups.slots * rows / 2)?,
+            scales: self.scratch(groups.slots)?,
+            sums: self.scratch(groups.slots * rows / 64)?,
+        };
+        let args = gpu::act::ActArgs {
+            descs: experts.descs.slice(),
+            partials: inner.slice(),
+            slot_token: groups.slot_token,
+            slot_expert: groups.slot_expert,
+            x_scales: x.scales.slice(),
+            quantised: h.values.slice(),
+            scales: h.scales.slice(),
+            sums: h.sums.slice(),
+            rows: word("rows", rows)?,
+            segs: word("segments", experts.classes[0].parts(experts.form))?,
+            slots: word("slots", groups.slots)?,
+            flags: experts.flags(gpu::act::GROUPED),
+        };
+        let launch = Launch::new([args.slots, 1, 1], gpu::act::THREADS).shared(4 * args.rows);
+        self.launch::<ActQuantise>(launch, args)?;
+        Ok(h)
+    }
+
+    /// The weighted sum of what down gave.
+    fn combine(
+        &self,
+        experts: &Experts<D::Memory>,
+        groups: &Groups,
+        h: &Quantised<D::Memory>,
+        outer: &Buffer<u32, D::Memory>,
+        sum: Sum,
+    ) -> Result<()> {
+        let args = gpu::combine::CombineArgs {
+            descs: experts.descs.slice(),
+            partials: outer.slice(),
+            slot_expert: groups.slot_expert,
+            slot_of: groups.slot_of,
+            scales: h.scales.slice(),
+            weights: sum.weights,
+            given: sum.given,
+            out: sum.out.slice,
+            out_stride: sum.out.stride,
+            rows: word("rows", experts.shape.hidden)?,
+            segs: word("segments", experts.classes[1].parts(experts.form))?,
+            slots: word("slots", groups.slots)?,
+            k: word("experts a token", sum.top_k)?,
+            flags: experts.flags(gpu::act::GROUPED),
+        };
+        let threads = gpu::combine::THREADS;
+        let grid = [args.rows.div_ceil(threads), word("tokens", sum.tokens)?, 1];
+        self.launch::<Combine>(Launch::new(grid, threads), args)
     }
 
     /// Rows of `cols` activations to fixed point.
@@ -369,26 +413,18 @@ impl<D: Device> KernelBackend<D> {
         ids: Slice,
         tokens: usize,
         top_k: usize,
-    ) -> Result<Groups<D::Memory>> {
+    ) -> Result<Grouped<D::Memory>> {
         let slots = tokens * top_k;
         let most = slots.min(experts.experts);
-        let groups = Groups {
-            active: self.scratch(most)?,
-            n_active: self.scratch(1)?,
-            slot_token: self.scratch(slots)?,
-            slot_expert: self.scratch(slots)?,
-            slot_of: self.scratch(slots)?,
-            most,
-            tokens,
-            slots,
-        };
+        let memory = self.scratch(Groups::words(most, slots, slots))?;
+        let groups = Groups::over(&memory, most, tokens, slots, slots);
         let args = gpu::group::GroupArgs {
             ids,
-            active: groups.active.slice(),
-            n_active: groups.n_active.slice(),
-            slot_token: groups.slot_token.slice(),
-            slot_expert: groups.slot_expert.slice(),
-            slot_of: groups.slot_of.slice(),
+            active: groups.active,
+            n_active: groups.n_active,
+            slot_token: groups.slot_token,
+            slot_expert: groups.slot_expert,
+            slot_of: groups.slot_of,
             tokens: word("tokens", tokens)?,
             k: word("experts a token", top_k)?,
             experts: word("experts", experts.experts)?,
@@ -397,7 +433,10 @@ impl<D: Device> KernelBackend<D> {
         let launch = Launch::new([1, 1, 1], gpu::group::THREADS)
             .shared(gpu::group::shared_bytes(args.experts));
         self.launch::<GroupExperts>(launch, args)?;
-        Ok(groups)
+        Ok(Grouped {
+            groups,
+            _memory: memory,
+        })
     }
 
     /// Partial sums of a class of the active experts' matrices.
@@ -405,16 +444,16 @@ impl<D: Device> KernelBackend<D> {
         &self,
         experts: &Experts<D::Memory>,
         class: &Class<D::Memory>,
-        groups: &Groups<D::Memory>,
+        groups: &Groups,
         operands: Operands,
     ) -> Result<()> {
-        if groups.most == 0 {
+        if groups.begin >= groups.most {
             return Ok(());
         }
         let args = ExpertArgs {
             descs: experts.descs.slice(),
-            active: groups.active.slice(),
-            n_active: groups.n_active.slice(),
+            active: groups.active,
+            n_active: groups.n_active,
             x: operands.x,
             gsum: operands.gsum,
             row_map: operands.row_map,
@@ -423,6 +462,7 @@ impl<D: Device> KernelBackend<D> {
             first: class.first as u32,
             count: class.count as u32,
             slots: groups.slots as u32,
+            active_begin: groups.begin as u32,
             active_end: groups.most as u32,
             grouped: (experts.shape.scales == ScaleKind::G64) as u32,
             ..Default::default()
@@ -464,10 +504,10 @@ impl<D: Device> KernelBackend<D> {
         &self,
         class: &Class<D::Memory>,
         layout: &Layout,
-        groups: &Groups<D::Memory>,
+        groups: &Groups,
         args: ExpertArgs,
     ) -> Result<()> {
-        let matrices = (groups.most * class.count) as u64;
+        let matrices = ((groups.most - groups.begin) * class.count) as u64;
         let launch = coded_plan::matmul_plane3(self.device().limits(), layout, matrices);
         let one = ExpertArgs {
             blocks: word("blocks", layout.blocks())?,
@@ -499,11 +539,12 @@ impl<D: Device> KernelBackend<D> {
         &self,
         class: &Class<D::Memory>,
         coded: &Coded<D::Memory>,
-        groups: &Groups<D::Memory>,
+        groups: &Groups,
         args: ExpertArgs,
     ) -> Result<()> {
         let limits = self.device().limits();
-        let jobs = groups.most * class.count * coded.blocks * class.folds.segs();
+        let active = groups.most - groups.begin;
+        let jobs = active * class.count * coded.blocks * class.folds.segs();
         let mut args = ExpertArgs {
             table: coded.table.slice(),
             blocks: coded.blocks as u32,
@@ -559,7 +600,7 @@ impl<D: Device> KernelBackend<D> {
     fn matmul_raw(
         &self,
         class: &Class<D::Memory>,
-        groups: &Groups<D::Memory>,
+        groups: &Groups,
         mut args: ExpertArgs,
         least: u32,
     ) -> Result<()> {
@@ -596,15 +637,15 @@ impl<D: Device> KernelBackend<D> {
         &self,
         class: &Class<D::Memory>,
         decoded: Decoded<'_, D::Memory>,
-        groups: &Groups<D::Memory>,
+        groups: &Groups,
         args: ExpertArgs,
         least: u32,
     ) -> Result<()> {
         let limits = self.device().limits();
         let words = class.count * class.rows * class.folds.cols / 8;
-        let at_once = (DECODED / (4 * words)).clamp(1, groups.most);
+        let at_once = (DECODED / (4 * words)).clamp(1, groups.most - groups.begin);
         let scratch = self.scratch::<u32>(at_once * words)?;
-        for begin in (0..groups.most).step_by(at_once) {
+        for begin in (groups.begin..groups.most).step_by(at_once) {
             let end = (begin + at_once).min(groups.most);
             let matrices = (end - begin) * class.count;
             let args = ExpertArgs {
@@ -658,16 +699,64 @@ struct Quantised<M> {
 }
 
 /// Assignments on the device, as `group_experts` leaves them.
-struct Groups<M> {
-    active: Buffer<[u32; 4], M>,
-    n_active: Buffer<u32, M>,
-    slot_token: Buffer<u32, M>,
-    slot_expert: Buffer<u32, M>,
-    slot_of: Buffer<u32, M>,
-    /// Active experts at most.
+#[derive(Clone, Copy)]
+struct Groups {
+    active: Slice,
+    n_active: Slice,
+    slot_token: Slice,
+    slot_expert: Slice,
+    slot_of: Slice,
+    /// First of the active experts to look at.
+    begin: usize,
+    /// End of the active experts to look at.
     most: usize,
     tokens: usize,
     slots: usize,
+}
+
+/// Assignments and the memory that they are in.
+struct Grouped<M> {
+    groups: Groups,
+    _memory: Buffer<u32, M>,
+}
+
+impl Groups {
+    /// Words of the memory that [`Groups::over`] takes.
+    fn words(most: usize, slots: usize, assignments: usize) -> usize {
+        4 * most + 1 + 2 * slots + assignments
+    }
+
+    /// Parts of `memory`: active experts, their number, token and expert of each slot, slots of the
+    /// assignments.
+    fn over<M: DeviceMemory>(
+        memory: &Buffer<u32, M>,
+        most: usize,
+        tokens: usize,
+        slots: usize,
+        assignments: usize,
+    ) -> Self {
+        let part = |at, len| memory.memory().slice::<u32>(at, len);
+        Self {
+            active: memory.memory().slice::<[u32; 4]>(0, most),
+            n_active: part(4 * most, 1),
+            slot_token: part(4 * most + 1, slots),
+            slot_expert: part(4 * most + 1 + slots, slots),
+            slot_of: part(4 * most + 1 + 2 * slots, assignments),
+            begin: 0,
+            most,
+            tokens,
+            slots,
+        }
+    }
+}
+
+/// What [`KernelBackend::combine`] adds up, and where.
+struct Sum {
+    weights: Slice,
+    given: Slice,
+    out: View,
+    tokens: usize,
+    top_k: usize,
 }
 
 /// Inputs and outputs of a class' matmuls.
@@ -676,6 +765,26 @@ struct Operands {
     gsum: Slice,
     row_map: Slice,
     out: Slice,
+}
+
+impl Operands {
+    fn gate_up<M: DeviceMemory>(x: &Quantised<M>, groups: &Groups, out: &Buffer<u32, M>) -> Self {
+        Self {
+            x: x.values.slice(),
+            gsum: x.sums.slice(),
+            row_map: groups.slot_token,
+            out: out.slice(),
+        }
+    }
+
+    fn down<M: DeviceMemory>(h: &Quantised<M>, out: &Buffer<u32, M>) -> Self {
+        Self {
+            x: h.values.slice(),
+            gsum: h.sums.slice(),
+            row_map: Slice::EMPTY,
+            out: out.slice(),
+        }
+    }
 }
 
 impl<D: Device> LoadExperts for KernelBackend<D> {
@@ -692,6 +801,19 @@ impl<D: Device> LoadExperts for KernelBackend<D> {
             }
         }
     }
+
+    fn load_tiers(
+        &self,
+        layer: &TieredLayer<'_>,
+        shape: ExpertShape,
+        form: Form,
+    ) -> Result<Option<Experts<D::Memory>>> {
+        self.place_tiers(layer, shape, form).map(Some)
+    }
+
+    fn used(&self, experts: &Experts<D::Memory>) -> Used {
+        experts.tiers.as_ref().map_or(Used::default(), |t| t.used())
+    }
 }
 
 impl<D: Device> KernelBackend<D> {
@@ -703,12 +825,7 @@ impl<D: Device> KernelBackend<D> {
         shape: ExpertShape,
         form: Form,
     ) -> Result<Experts<D::Memory>> {
-        let mut classes = self.classes(&shape)?;
-        for kind in [MatrixKind::Gate, MatrixKind::Down] {
-            if let Some((_, table)) = layer.table(kind) {
-                classes[class_of(kind)].coded = Some(self.table(table)?);
-            }
-        }
+        let mut classes = self.coded_classes(layer, &shape)?;
         let mut places = Places::default();
         let at: Vec<usize> = records.iter().map(|r| places.take(r.bytes.len())).collect();
         let memory = self.scratch::<u8>(places.bytes)?;
@@ -716,58 +833,89 @@ impl<D: Device> KernelBackend<D> {
         for (expert, (record, at)) in records.iter().zip(at).enumerate() {
             self.device().upload(memory.memory(), at, record.bytes)?;
             let base = memory.memory().address() + at as u64;
-            let part = |range: &std::ops::Range<usize>, size: usize| {
-                Slice::new(base + range.start as u64, (range.len() / size) as u64)
-            };
-            for kind in MatrixKind::ALL {
-                let m = record.matrix(kind);
-                let (rows, cols) = shape.dims(kind);
-                for (field, found, expected) in [("rows", m.rows, rows), ("columns", m.cols, cols)]
-                {
-                    if found != expected {
-                        return Err(KernelError::Matrix {
-                            expert,
-                            matrix: kind.name(),
-                            field,
-                            found,
-                            expected,
-                        });
-                    }
-                }
-                let class = &mut classes[class_of(kind)];
-                let n_blocks = m.n_blocks();
-                match (&m.codec, &mut class.coded) {
-                    (Codec::Rans(_), Some(coded)) => coded.blocks = coded.blocks.max(n_blocks),
-                    (Codec::Rans(_), None) => unreachable!("a checked record's table exists"),
-                    (Codec::Raw, _) => class.raw = true,
-                    (Codec::Plane3, _) => class.plane3 = Layout::new(rows, cols),
-                }
-                descs.push(MatrixDesc {
-                    stream: part(&m.stream, 4),
-                    blocks: part(&m.offsets, 4),
-                    scales: part(&m.scales, m.scale_format.bytes()),
-                    codec: match m.codec {
-                        Codec::Raw => abi::CODEC_RAW,
-                        Codec::Rans(symbol) => abi::rans_codec(symbol),
-                        Codec::Plane3 => abi::CODEC_PLANE3,
-                    },
-                    scale_format: match m.scale_format {
-                        ScaleFormat::F32 => abi::SCALES_F32,
-                        ScaleFormat::Amax16 => abi::SCALES_AMAX,
-                    },
-                    rows: word("rows", rows)?,
-                    cols: word("columns", cols)?,
-                    n_blocks: word("blocks", n_blocks)?,
-                    reserved: 0,
+            descs.extend(record_descs(record, base, &shape, expert, &mut classes)?);
+        }
+        drop_unused(&mut classes);
+        self.place(shape, form, memory, descs, classes)
+    }
+
+    /// Classes with the layer's tables, used or not.
+    fn coded_classes(
+        &self,
+        layer: &crate::archive::LayerRecords<'_>,
+        shape: &ExpertShape,
+    ) -> Result<[Class<D::Memory>; 2]> {
+        let mut classes = self.classes(shape)?;
+        for kind in [MatrixKind::Gate, MatrixKind::Down] {
+            if let Some((_, table)) = layer.table(kind) {
+                classes[class_of(kind)].coded = Some(self.table(table)?);
+            }
+        }
+        Ok(classes)
+    }
+}
+
+/// Drops tables that no record of the layer uses.
+fn drop_unused<M>(classes: &mut [Class<M>; 2]) {
+    for class in classes {
+        if class.coded.as_ref().is_some_and(|c| c.blocks == 0) {
+            class.coded = None;
+        }
+    }
+}
+
+/// Descriptors of the matrices of a record at address `base`; the classes learn what there is.
+fn record_descs<M>(
+    record: &crate::archive::Record<'_>,
+    base: u64,
+    shape: &ExpertShape,
+    expert: usize,
+    classes: &mut [Class<M>; 2],
+) -> Result<[MatrixDesc; 3]> {
+    let part = |range: &std::ops::Range<usize>, size: usize| {
+        Slice::new(base + range.start as u64, (range.len() / size) as u64)
+    };
+    let mut descs = [MatrixDesc::default(); 3];
+    for kind in MatrixKind::ALL {
+        let m = record.matrix(kind);
+        let (rows, cols) = shape.dims(kind);
+        for (field, found, expected) in [("rows", m.rows, rows), ("columns", m.cols, cols)] {
+            if found != expected {
+                return Err(KernelError::Matrix {
+                    expert,
+                    matrix: kind.name(),
+                    field,
+                    found,
+                    expected,
                 });
             }
         }
-        for class in &mut classes {
-            // A table that no record of the layer uses.
-            if class.coded.as_ref().is_some_and(|c| c.blocks == 0) {
-                class.coded = None;
-            }
+        let class = &mut classes[class_of(kind)];
+        let n_blocks = m.n_blocks();
+        match (&m.codec, &mut class.coded) {
+            (Codec::Rans(_), Some(coded)) => coded.blocks = coded.blocks.max(n_blocks),
+            (Codec::Rans(_), None) => unreachable!("a checked record's table exists"),
+            (Codec::Raw, _) => class.raw = true,
+            (Codec::Plane3, _) => class.plane3 = Layout::new(rows, cols),
         }
-        self.place(shape, form, memory, descs, classes)
+        descs[kind as usize] = MatrixDesc {
+            stream: part(&m.stream, 4),
+            blocks: part(&m.offsets, 4),
+            scales: part(&m.scales, m.scale_format.bytes()),
+            codec: match m.codec {
+                Codec::Raw => abi::CODEC_RAW,
+                Codec::Rans(symbol) => abi::rans_codec(symbol),
+                Codec::Plane3 => abi::CODEC_PLANE3,
+            },
+            scale_format: match m.scale_format {
+                ScaleFormat::F32 => abi::SCALES_F32,
+                ScaleFormat::Amax16 => abi::SCALES_AMAX,
+            },
+            rows: word("rows", rows)?,
+            cols: word("columns", cols)?,
+            n_blocks: word("blocks", n_blocks)?,
+            reserved: 0,
+        };
     }
+    Ok(descs)
 }

@@ -1,15 +1,18 @@
 //! The operators of a forward pass as launches.
 
 use std::marker::PhantomData;
+use std::sync::{Arc, Mutex};
 
 use bytemuck::Pod;
 use cuda_std::mem::Slice;
 use gpu::coded_plan::DoesNotFit;
 
 use super::device::{Device, DeviceError, DeviceMemory, Launch};
-use super::experts::Experts;
+use super::experts::{Experts, Stage};
 use super::plan;
 use super::table::*;
+use crate::archive::ArchiveError;
+use crate::backend::cpu::CpuError;
 use crate::backend::{Attend, Backend, Index, Mla, Router, Rows, RowsMut, Scoring};
 
 /// What goes wrong in the kernel back end.
@@ -61,6 +64,24 @@ pub enum KernelError {
         device: String,
         /// What is needed.
         source: DoesNotFit,
+    },
+    /// The CPU, where it computes experts.
+    #[error(transparent)]
+    Cpu(#[from] CpuError),
+    /// The archive that experts come from.
+    #[error(transparent)]
+    Archive(#[from] ArchiveError),
+    /// An expert that could not be read when it was needed.
+    #[error(
+        "layer {layer}, expert {expert}: cannot be read from the archive: {source}; check the disk"
+    )]
+    Read {
+        /// Model layer.
+        layer: u32,
+        /// Expert.
+        expert: usize,
+        /// Why.
+        source: std::io::Error,
     },
     /// Jobs whose decoder did not end in its start state.
     #[error(
@@ -197,6 +218,10 @@ pub struct KernelBackend<D: Device> {
     device: D,
     /// u32 `[1]`: jobs of coded matrices that did not decode.
     faults: Buffer<u32, D::Memory>,
+    /// Where experts go that are not in device memory, while they are needed.
+    stage: Mutex<Option<Arc<Stage<D::Memory>>>>,
+    /// What experts are loaded through, between layers.
+    waves: Mutex<Option<[<D::Memory as DeviceMemory>::Host; 2]>>,
 }
 
 impl<D: Device> KernelBackend<D> {
@@ -211,12 +236,24 @@ impl<D: Device> KernelBackend<D> {
                 len: 1,
                 kind: PhantomData,
             },
+            stage: Mutex::default(),
+            waves: Mutex::default(),
         })
     }
 
     /// The device.
     pub fn device(&self) -> &D {
         &self.device
+    }
+
+    /// Where experts are copied to.
+    pub(super) fn stage(&self) -> &Mutex<Option<Arc<Stage<D::Memory>>>> {
+        &self.stage
+    }
+
+    /// Pinned buffers that experts are loaded through.
+    pub(super) fn waves_cache(&self) -> &Mutex<Option<[<D::Memory as DeviceMemory>::Host; 2]>> {
+        &self.waves
     }
 
     /// Where the kernels count blocks that did not decode.

@@ -2,7 +2,7 @@
 
 use cuda_std::mem::Slice;
 
-use super::{Groups, Operands, Quantised};
+use super::{Grouped, Operands, Quantised};
 use crate::backend::kernels::device::Device;
 use crate::backend::kernels::ops::{Buffer, KernelBackend, KernelError, Result, input};
 use crate::backend::kernels::{CudaDevice, EmulatedDevice, Experts};
@@ -13,7 +13,7 @@ use crate::bench::Timed;
 pub struct Prepared<M> {
     inputs: Quantised<M>,
     hidden: Quantised<M>,
-    groups: Groups<M>,
+    groups: Grouped<M>,
     /// Partial sums of gate and up, and of down.
     out: [Buffer<u32, M>; 2],
 }
@@ -65,7 +65,7 @@ impl<D: Cached> Timed for KernelBackend<D> {
         let ids = self.upload(ids)?;
         let [gate_up, down] = &experts.classes;
         let room = |class: &super::Class<D::Memory>| {
-            self.scratch(tokens * top_k * class.count * class.parts(experts.form) * class.rows)
+            self.scratch(tokens * top_k * class.partials(experts.form))
         };
         Ok(Prepared {
             inputs: quantise(x, tokens, hidden)?,
@@ -87,10 +87,11 @@ impl<D: Cached> Timed for KernelBackend<D> {
             groups,
             out,
         } = prepared;
+        let groups = &groups.groups;
         let (x, row_map) = if down {
             (hidden, Slice::EMPTY)
         } else {
-            (inputs, groups.slot_token.slice())
+            (inputs, groups.slot_token)
         };
         let operands = Operands {
             x: x.values.slice(),

@@ -1,0 +1,768 @@
+//! A layer whose experts are in several tiers ([`crate::placement::Tier`]).
+//!
+//! What a layer chose is read back, and the host sorts the assignments: first experts that stay in
+//! device memory, then those that are copied there, then those that the CPU computes. While the GPU
+//! multiplies with the first, the second are copied beside it to a stage, from pinned memory or from
+//! what was just read of the archive. The CPU's results go to the weighted sum as they are. Sums
+//! have the order of the experts' numbers wherever these were, so the bits are the same.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use cuda_std::mem::Slice;
+use gpu::abi::{self, MatrixDesc};
+use rayon::prelude::*;
+
+use super::{Groups, Operands, Places, Quantised, Sum, drop_unused, record_descs, word};
+use crate::archive::Record;
+use crate::backend::cpu::{self, Cpu};
+use crate::backend::kernels::device::{ALIGNMENT, Device, DeviceMemory};
+use crate::backend::kernels::ops::{
+    Buffer, KernelBackend, KernelError, Result, View, input, output,
+};
+use crate::backend::{Backend, LayerExperts, LoadExperts, Rows, RowsMut, TieredLayer};
+use crate::backend::{rows, rows_mut};
+use crate::expert::{ExpertShape, Form, MatrixKind, RawMatrix};
+use crate::placement::reader::{BLOCK, DirectFile};
+use crate::placement::{TIERS, Tier, Used};
+
+use super::Experts;
+
+/// Bytes of records that are read and checked while as many are copied; two such buffers are pinned.
+const WAVE: usize = 256 << 20;
+
+/// A record outside device memory.
+struct Away {
+    bytes: usize,
+    /// Descriptors of its matrices, addresses from the record's start.
+    descs: [MatrixDesc; 3],
+}
+
+enum Place {
+    /// Its descriptors are in the layer's list.
+    Resident,
+    /// Number among the CPU's experts.
+    Cpu(u32),
+    /// In pinned memory, from this byte on.
+    Host(usize, Away),
+    /// In the archive, from this byte on.
+    Disk(u64, Away),
+}
+
+/// Where a layer's experts are.
+pub(super) struct Tiers<M: DeviceMemory> {
+    number: u32,
+    tiers: Vec<Tier>,
+    places: Vec<Place>,
+    host: M::Host,
+    cpu: Option<(Cpu, cpu::Experts)>,
+    file: Arc<DirectFile>,
+    stage: Option<Arc<Stage<M>>>,
+    used: [AtomicU64; TIERS],
+    /// Selections of layers whose experts are all in device memory, in both forms.
+    vram: AtomicU64,
+}
+
+impl<M: DeviceMemory> Tiers<M> {
+    pub fn used(&self) -> Used {
+        Used {
+            tiers: std::array::from_fn(|t| self.used[t].load(Ordering::Relaxed)),
+            vram: self.vram.load(Ordering::Relaxed),
+        }
+    }
+
+    /// Whether all experts are in device memory, so that nothing need be known of the `selections`
+    /// but how many they are, which is counted.
+    pub fn resident(&self, selections: usize) -> bool {
+        if self.stage.is_some() || self.cpu.is_some() {
+            return false;
+        }
+        let first = self.tiers.first();
+        let counter = match first {
+            Some(t) if self.tiers.iter().all(|other| other == t) => &self.used[*t as usize],
+            _ => &self.vram,
+        };
+        counter.fetch_add(selections as u64, Ordering::Relaxed);
+        true
+    }
+
+    fn place(&self, id: u32) -> Option<&Place> {
+        self.places.get(id as usize)
+    }
+
+    /// How many of the tokens `chosen` `[_, top_k]` go together: the stage holds what they need.
+    fn together(&self, chosen: &[u32], top_k: usize, at_once: usize) -> usize {
+        let slots = self.stage.as_ref().map_or(0, |s| s.slots);
+        let mut staged: BTreeSet<u32> = BTreeSet::new();
+        for (n, ids) in chosen.chunks_exact(top_k).take(at_once).enumerate() {
+            let away =
+                |id: &&u32| matches!(self.place(**id), Some(Place::Host(..) | Place::Disk(..)));
+            staged.extend(ids.iter().filter(away));
+            if staged.len() > slots && n > 0 {
+                return n;
+            }
+        }
+        at_once.min(chosen.len() / top_k)
+    }
+}
+
+/// Room in device memory for experts that are needed at the moment, and pinned memory for what is
+/// read of the archive.
+pub struct Stage<M: DeviceMemory> {
+    memory: Buffer<u8, M>,
+    slots: usize,
+    /// Bytes of a slot.
+    slot: usize,
+    /// As many slots of [`Stage::read_slot`] bytes; empty where nothing is read.
+    host: Mutex<M::Host>,
+    reads: bool,
+}
+
+impl<M: DeviceMemory> Stage<M> {
+    /// Bytes of a slot of the host: a record and what direct reads add at both ends.
+    fn read_slot(&self) -> usize {
+        read_slot(self.slot)
+    }
+}
+
+/// Bytes of a record of `bytes` and what direct reads add at both ends.
+fn read_slot(bytes: usize) -> usize {
+    (bytes + 2 * BLOCK).next_multiple_of(BLOCK)
+}
+
+/// An expert that was read and checked.
+struct Loaded<'a> {
+    record: Record<'a>,
+    /// Where its record begins in its part of the buffer.
+    skip: usize,
+    /// Decoded, where its tier is int4.
+    raw: Option<[RawMatrix<'static>; 3]>,
+}
+
+/// Copies bytes to places of `to`, which ascend.
+fn keep(to: &mut [u8], from: &[(usize, &[u8])]) {
+    let mut rest = to;
+    let mut at = 0;
+    let mut jobs: Vec<(&mut [u8], &[u8])> = Vec::with_capacity(from.len());
+    for (place, bytes) in from {
+        let (_, here) = rest.split_at_mut(place - at);
+        let (here, behind) = here.split_at_mut(bytes.len());
+        jobs.push((here, bytes));
+        (rest, at) = (behind, place + bytes.len());
+    }
+    (jobs.into_par_iter()).for_each(|(to, from)| to.copy_from_slice(from));
+}
+
+/// Reads an expert's record to `room`, checks it and decodes it if its tier asks for that.
+fn load<'a>(layer: &TieredLayer<'a>, expert: usize, room: &'a mut [u8]) -> Result<Loaded<'a>> {
+    let (at, bytes) = layer.archive.place_of(layer.number, expert)?;
+    let start = room.as_ptr().addr();
+    let read = layer.file.read_into(at, bytes, room);
+    let read = read.map_err(|source| KernelError::Read {
+        layer: layer.number,
+        expert,
+        source,
+    })?;
+    let record = layer.archive.record_in(layer.number, expert, read)?;
+    let raw = match layer.tiers[expert] {
+        Tier::VramHot | Tier::RamRaw => Some(record.decode_all()?.map(|m| RawMatrix {
+            packed: m.packed.into_owned().into(),
+            scales: m.scales.into_owned().into(),
+        })),
+        _ => None,
+    };
+    Ok(Loaded {
+        skip: read.as_ptr().addr() - start,
+        record,
+        raw,
+    })
+}
+
+/// A layer's assignments as the host sorted them.
+struct Sorted {
+    /// As [`Groups::over`] takes them.
+    words: Vec<u32>,
+    /// Active experts that stay.
+    resident: usize,
+    /// Experts that are copied, behind them.
+    away: Vec<u32>,
+    /// Slots of both.
+    slots: usize,
+    /// Token and expert of the slots of the CPU, behind these.
+    on_cpu: Vec<(usize, u32)>,
+}
+
+impl Sorted {
+    /// `chosen` `[_, top_k]`; copied experts have numbers from `experts` on.
+    fn new<M: DeviceMemory>(
+        tiers: &Tiers<M>,
+        chosen: &[u32],
+        top_k: usize,
+        experts: usize,
+    ) -> Self {
+        let mut by_expert: BTreeMap<u32, Vec<usize>> = BTreeMap::new();
+        for (i, id) in chosen.iter().enumerate() {
+            by_expert.entry(*id).or_default().push(i);
+        }
+        let (mut resident, mut away, mut cpu) = (vec![], vec![], vec![]);
+        for (id, assignments) in &by_expert {
+            match tiers.place(*id) {
+                // No expert has this number: it adds nothing.
+                None => (),
+                Some(Place::Resident) => resident.push((*id, assignments)),
+                Some(Place::Cpu(_)) => cpu.push((*id, assignments)),
+                Some(Place::Host(..) | Place::Disk(..)) => away.push((*id, assignments)),
+            }
+        }
+        let mut active = Vec::new();
+        let (mut slot_token, mut slot_expert) = (Vec::new(), Vec::new());
+        let mut slot_of = vec![u32::MAX; chosen.len()];
+        for (i, (id, assignments)) in resident.iter().chain(&away).enumerate() {
+            let number = match i.checked_sub(resident.len()) {
+                None => *id,
+                Some(copied) => (experts + copied) as u32,
+            };
+            active.extend([number, slot_token.len() as u32, assignments.len() as u32, 0]);
+            for a in *assignments {
+                slot_of[*a] = slot_token.len() as u32;
+                slot_token.push((a / top_k) as u32);
+                slot_expert.push(number);
+            }
+        }
+        let slots = slot_token.len();
+        let mut on_cpu = Vec::new();
+        for (id, assignments) in &cpu {
+            for a in *assignments {
+                slot_of[*a] = (slots + on_cpu.len()) as u32;
+                on_cpu.push((a / top_k, *id));
+            }
+        }
+        let n_active = (active.len() / 4) as u32;
+        Self {
+            words: [active, vec![n_active], slot_token, slot_expert, slot_of].concat(),
+            resident: resident.len(),
+            away: away.iter().map(|(id, _)| *id).collect(),
+            slots,
+            on_cpu,
+        }
+    }
+}
+
+impl<D: Device> KernelBackend<D> {
+    /// [`Backend::experts`] of a layer in several tiers.
+    #[allow(clippy::too_many_arguments)]
+    pub(super) fn run_tiers(
+        &self,
+        experts: &Experts<D::Memory>,
+        tiers: &Tiers<D::Memory>,
+        x: Rows<'_, Buffer<f32, D::Memory>>,
+        ids: &Buffer<u32, D::Memory>,
+        weights: &Buffer<f32, D::Memory>,
+        top_k: usize,
+        tokens: usize,
+        out: RowsMut<'_, Buffer<f32, D::Memory>>,
+    ) -> Result<()> {
+        if tokens * top_k == 0 {
+            return Ok(());
+        }
+        // What layers were loaded through is not needed any more.
+        let cache = self.waves_cache().lock();
+        cache.unwrap_or_else(PoisonError::into_inner).take();
+        let hidden = experts.shape.hidden;
+        let view = input("experts: x", x, tokens, hidden)?;
+        let to = output("experts: out", &out, tokens, hidden)?;
+        weights.from("experts: weights", 0, tokens * top_k)?;
+        let mut chosen = vec![0; tokens * top_k];
+        self.read(ids, 0, &mut chosen)?;
+        let mut on_cpu = false;
+        for id in &chosen {
+            if let Some(place) = tiers.place(*id) {
+                on_cpu |= matches!(place, Place::Cpu(_));
+                let tier = tiers.tiers[*id as usize];
+                tiers.used[tier as usize].fetch_add(1, Ordering::Relaxed);
+            }
+        }
+        let mut host_x = vec![
+            0.0;
+            if on_cpu {
+                (tokens - 1) * x.stride + hidden
+            } else {
+                0
+            }
+        ];
+        self.read(x.buf, x.offset, &mut host_x)?;
+        let at_once = experts.at_once(tokens, top_k);
+        let mut start = 0;
+        while start < tokens {
+            let rest = &chosen[start * top_k..];
+            let n = tiers.together(rest, top_k, at_once.min(tokens - start));
+            let batch = Batch {
+                chosen: &rest[..n * top_k],
+                x: view.skip(start),
+                host_x: host_x.get(start * x.stride..).unwrap_or(&[]),
+                host_stride: x.stride,
+                sum: Sum {
+                    weights: weights.from("experts: weights", start * top_k, n * top_k)?,
+                    given: Slice::EMPTY,
+                    out: to.skip(start),
+                    tokens: n,
+                    top_k,
+                },
+            };
+            self.run_batch(experts, tiers, batch)?;
+            start += n;
+        }
+        Ok(())
+    }
+
+    fn run_batch(
+        &self,
+        experts: &Experts<D::Memory>,
+        tiers: &Tiers<D::Memory>,
+        mut batch: Batch<'_>,
+    ) -> Result<()> {
+        let (tokens, top_k) = (batch.sum.tokens, batch.sum.top_k);
+        let [gate_up, down] = &experts.classes;
+        let sorted = Sorted::new(tiers, batch.chosen, top_k, experts.experts);
+        let (resident, active) = (sorted.resident, sorted.resident + sorted.away.len());
+        // What is written comes before the launches: a write waits for those.
+        let words = self.upload(&sorted.words)?;
+        let groups = Groups::over(&words, active, tokens, sorted.slots, batch.chosen.len());
+        let part = |range: Range<usize>| Groups {
+            begin: range.start,
+            most: range.end,
+            ..groups
+        };
+        let (h, outer) = if active > 0 {
+            let waiting = self.fetch(experts, tiers, &sorted.away)?;
+            let x = self.quantise(batch.x, tokens, experts.shape.hidden)?;
+            let inner = self.scratch::<u32>(sorted.slots * gate_up.partials(experts.form))?;
+            let of = part(0..resident);
+            self.matmuls(experts, gate_up, &of, Operands::gate_up(&x, &of, &inner))?;
+            self.fetch_rest(experts, tiers, &sorted.away, waiting)?;
+            let of = part(resident..active);
+            self.matmuls(experts, gate_up, &of, Operands::gate_up(&x, &of, &inner))?;
+            let h = self.activate(experts, &groups, &x, &inner)?;
+            let outer = self.scratch::<u32>(sorted.slots * down.partials(experts.form))?;
+            self.matmuls(experts, down, &groups, Operands::down(&h, &outer))?;
+            (h, outer)
+        } else {
+            let nothing = Quantised {
+                values: self.scratch(0)?,
+                scales: self.scratch(0)?,
+                sums: self.scratch(0)?,
+            };
+            (nothing, self.scratch(0)?)
+        };
+        // Meanwhile the GPU works.
+        let given = match &tiers.cpu {
+            Some(_) if sorted.on_cpu.is_empty() => None,
+            None => None,
+            Some((cpu, on_cpu)) => Some(self.upload(&compute(
+                cpu,
+                on_cpu,
+                tiers,
+                &sorted.on_cpu,
+                &batch,
+                experts.shape.hidden,
+            )?)?),
+        };
+        batch.sum.given = given.as_ref().map_or(Slice::EMPTY, Buffer::slice);
+        self.combine(experts, &groups, &h, &outer, batch.sum)
+    }
+
+    /// Starts the copies of experts in pinned memory, and says whether others must be read.
+    fn fetch(
+        &self,
+        experts: &Experts<D::Memory>,
+        tiers: &Tiers<D::Memory>,
+        away: &[u32],
+    ) -> Result<bool> {
+        let Some(stage) = tiers.stage.as_ref().filter(|_| !away.is_empty()) else {
+            return Ok(false);
+        };
+        self.describe_away(experts, tiers, stage, away)?;
+        self.device().fork()?;
+        let mut waiting = false;
+        for (slot, id) in away.iter().enumerate() {
+            match tiers.place(*id) {
+                Some(Place::Host(at, record)) => {
+                    let bytes = *at..*at + record.bytes;
+                    let memory = stage.memory.memory();
+                    // SAFETY: the stage is used behind the join in `fetch_rest` alone, and what was
+                    // used of it before has been waited for when `ids` were read; the pinned memory is
+                    // never written again and lives as long as the layer.
+                    unsafe {
+                        self.device()
+                            .copy_beside(memory, slot * stage.slot, &tiers.host, bytes)?;
+                    }
+                }
+                _ => waiting = true,
+            }
+        }
+        Ok(waiting)
+    }
+
+    /// Descriptors of the experts that are copied: behind those of the layer.
+    fn describe_away(
+        &self,
+        experts: &Experts<D::Memory>,
+        tiers: &Tiers<D::Memory>,
+        stage: &Stage<D::Memory>,
+        away: &[u32],
+    ) -> Result<()> {
+        let mut descs: Vec<MatrixDesc> = Vec::with_capacity(3 * away.len());
+        for (slot, id) in away.iter().enumerate() {
+            let base = stage.memory.memory().address() + (slot * stage.slot) as u64;
+            if let Some(Place::Host(_, record) | Place::Disk(_, record)) = tiers.place(*id) {
+                descs.extend(record.descs.map(|d| moved(d, base)));
+            }
+        }
+        let at = size_of::<MatrixDesc>() * 3 * experts.experts;
+        let memory = experts.descs.memory();
+        self.device()
+            .upload(memory, at, bytemuck::cast_slice(&descs))?;
+        Ok(())
+    }
+
+    /// Reads and copies what [`KernelBackend::fetch`] left, and lets the stream wait for all copies.
+    fn fetch_rest(
+        &self,
+        _experts: &Experts<D::Memory>,
+        tiers: &Tiers<D::Memory>,
+        away: &[u32],
+        waiting: bool,
+    ) -> Result<()> {
+        let Some(stage) = tiers.stage.as_ref().filter(|_| !away.is_empty()) else {
+            return Ok(());
+        };
+        if waiting {
+            let mut host = stage.host.lock().unwrap_or_else(PoisonError::into_inner);
+            let read_slot = stage.read_slot();
+            let (file, layer): (&DirectFile, _) = (&tiers.file, tiers.number);
+            let reads: Vec<_> = (away
+                .iter()
+                .zip(host.chunks_exact_mut(read_slot))
+                .enumerate())
+            .filter_map(|(slot, (id, room))| match tiers.place(*id) {
+                Some(Place::Disk(at, record)) => Some((slot, *id, *at, record.bytes, room)),
+                _ => None,
+            })
+            .collect();
+            // Threads of their own: reads wait for the disk, not for a processor.
+            let done: Vec<Result<(usize, Range<usize>)>> = std::thread::scope(|scope| {
+                let threads: Vec<_> = (reads.into_iter())
+                    .map(|(slot, id, at, bytes, room)| {
+                        scope.spawn(move || {
+                            let start = room.as_ptr().addr();
+                            let read = file.read_into(at, bytes, room);
+                            let read = read.map_err(|source| KernelError::Read {
+                                layer,
+                                expert: id as usize,
+                                source,
+                            })?;
+                            let skip = slot * read_slot + read.as_ptr().addr() - start;
+                            Ok((slot, skip..skip + bytes))
+                        })
+                    })
+                    .collect();
+                let join = |t: std::thread::ScopedJoinHandle<'_, _>| match t.join() {
+                    Ok(done) => done,
+                    Err(panic) => std::panic::resume_unwind(panic),
+                };
+                threads.into_iter().map(join).collect()
+            });
+            for read in done {
+                let (slot, bytes) = read?;
+                let memory = stage.memory.memory();
+                // SAFETY: as in `fetch`; the pinned memory is written again by the next layer that
+                // reads, which has then waited for all that follows the join.
+                unsafe {
+                    self.device()
+                        .copy_beside(memory, slot * stage.slot, &host, bytes)?;
+                }
+            }
+        }
+        Ok(self.device().join()?)
+    }
+
+    /// Places a layer's experts in their tiers.
+    pub(super) fn place_tiers(
+        &self,
+        layer: &TieredLayer<'_>,
+        shape: ExpertShape,
+        form: Form,
+    ) -> Result<Experts<D::Memory>> {
+        let records = layer.archive.layer(layer.number)?;
+        let mut classes = self.coded_classes(&records, &shape)?;
+        let raw_parts = || {
+            MatrixKind::ALL.map(|kind| {
+                let (r, c) = shape.dims(kind);
+                (r * c / 2, 4 * shape.scales.count(r, c))
+            })
+        };
+        // Where everything goes, before anything is read.
+        let (mut device, mut host) = (Places::default(), Places::default());
+        let mut at = Vec::with_capacity(layer.tiers.len());
+        let (mut largest, mut reads, mut away) = (0, false, 0);
+        for (e, tier) in layer.tiers.iter().enumerate() {
+            let (_, bytes) = layer.archive.place_of(layer.number, e)?;
+            at.push(match tier {
+                Tier::VramHot => {
+                    let at = device.bytes;
+                    for (packed, scales) in raw_parts() {
+                        device.take(packed);
+                        device.take(scales);
+                    }
+                    at
+                }
+                Tier::VramAns => device.take(bytes),
+                Tier::RamAns => host.take(bytes),
+                Tier::RamRaw | Tier::DiskAns => 0,
+            });
+            if matches!(tier, Tier::RamAns | Tier::DiskAns) {
+                largest = largest.max(bytes);
+                away += 1;
+            }
+            reads |= *tier == Tier::DiskAns;
+        }
+        let stage = match away {
+            0 => None,
+            n => Some(self.stage_for(layer.staged.min(n), largest, reads)?),
+        };
+        let memory = self.scratch::<u8>(device.bytes)?;
+        let mut pinned = self.device().allocate_host(host.bytes)?;
+        let mut descs = vec![MatrixDesc::default(); 3 * layer.tiers.len()];
+        let mut places = Vec::with_capacity(layer.tiers.len());
+        let mut on_cpu: Vec<[RawMatrix<'static>; 3]> = Vec::new();
+        let room = (0..layer.tiers.len())
+            .map(|e| Ok(layer.archive.place_of(layer.number, e)?.1))
+            .collect::<Result<Vec<usize>>>()?;
+        let slot = read_slot(room.iter().copied().max().unwrap_or(0));
+        let wave = (WAVE / slot).clamp(1, layer.tiers.len().max(1));
+        let mut waves = self.waves(wave * slot)?;
+        let mut copying = false;
+        for (n, first) in (0..layer.tiers.len()).step_by(wave).enumerate() {
+            let these = first..(first + wave).min(layer.tiers.len());
+            // What was copied from this buffer two waves ago has been waited for one wave ago.
+            let buffer = &mut waves[n % 2];
+            let read: Vec<Loaded<'_>> = (these.clone(), buffer.par_chunks_mut(slot))
+                .into_par_iter()
+                .map(|(e, room)| load(layer, e, room))
+                .collect::<Result<_>>()?;
+            // The copies of the wave before end here, so that its buffer can be read into.
+            if std::mem::take(&mut copying) {
+                self.device().join()?;
+                self.device().synchronize()?;
+            }
+            self.device().fork()?;
+            let (mut uploads, mut kept) = (Vec::new(), Vec::new());
+            for (i, loaded) in read.into_iter().enumerate() {
+                let (e, record) = (first + i, loaded.record);
+                let away = |classes: &mut _| -> Result<Away> {
+                    Ok(Away {
+                        bytes: record.bytes.len(),
+                        descs: record_descs(&record, 0, &shape, e, classes)?,
+                    })
+                };
+                places.push(match (layer.tiers[e], loaded.raw) {
+                    (Tier::VramHot, Some(raw)) => {
+                        let own = &mut descs[3 * e..3 * e + 3];
+                        self.upload_raw(&memory, at[e], &shape, &raw, own)?;
+                        classes.iter_mut().for_each(|c| c.raw = true);
+                        Place::Resident
+                    }
+                    (Tier::RamRaw, Some(raw)) => {
+                        on_cpu.push(raw);
+                        Place::Cpu(on_cpu.len() as u32 - 1)
+                    }
+                    (Tier::RamAns, _) => {
+                        kept.push((at[e], record.bytes));
+                        Place::Host(at[e], away(&mut classes)?)
+                    }
+                    (Tier::DiskAns, _) => {
+                        let (place, _) = layer.archive.place_of(layer.number, e)?;
+                        Place::Disk(place, away(&mut classes)?)
+                    }
+                    _ => {
+                        let base = memory.memory().address() + at[e] as u64;
+                        let own = record_descs(&record, base, &shape, e, &mut classes)?;
+                        descs[3 * e..3 * e + 3].copy_from_slice(&own);
+                        let from = i * slot + loaded.skip;
+                        uploads.push((at[e], from..from + record.bytes.len()));
+                        Place::Resident
+                    }
+                });
+            }
+            keep(&mut pinned, &kept);
+            copying = !uploads.is_empty();
+            for (to, bytes) in uploads {
+                // SAFETY: nothing uses this memory before the last join below, and the buffer is
+                // written again after the wave in between has waited for its copies.
+                unsafe {
+                    self.device()
+                        .copy_beside(memory.memory(), to, &waves[n % 2], bytes)?;
+                }
+            }
+        }
+        self.device().join()?;
+        self.device().synchronize()?;
+        let mut cached = self
+            .waves_cache()
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        *cached = Some(waves);
+        drop(cached);
+        drop_unused(&mut classes);
+        let cpu = if on_cpu.is_empty() {
+            None
+        } else {
+            let cpu = Cpu::new()?;
+            let placed = cpu.load_experts(LayerExperts::Raw(on_cpu), shape, form)?;
+            Some((cpu, placed))
+        };
+        let slots = stage.as_ref().map_or(0, |s| s.slots);
+        descs.resize(3 * (layer.tiers.len() + slots), MatrixDesc::default());
+        let mut experts = self.place(shape, form, memory, descs, classes)?;
+        experts.experts = layer.tiers.len();
+        experts.tiers = Some(Tiers {
+            number: layer.number,
+            tiers: layer.tiers.to_vec(),
+            places,
+            host: pinned,
+            cpu,
+            file: layer.file.clone(),
+            stage,
+            used: Default::default(),
+            vram: AtomicU64::new(0),
+        });
+        Ok(experts)
+    }
+
+    /// The two pinned buffers of `bytes` bytes that layers are loaded through.
+    fn waves(&self, bytes: usize) -> Result<[<D::Memory as DeviceMemory>::Host; 2]> {
+        let cache = self.waves_cache().lock();
+        let before = cache.unwrap_or_else(PoisonError::into_inner).take();
+        if let Some(waves) = before.filter(|w| w[0].len() == bytes) {
+            return Ok(waves);
+        }
+        let one = || self.device().allocate_host(bytes);
+        Ok([one()?, one()?])
+    }
+
+    /// An expert as int4 from byte `at` of `memory` on.
+    fn upload_raw(
+        &self,
+        memory: &Buffer<u8, D::Memory>,
+        at: usize,
+        shape: &ExpertShape,
+        raw: &[RawMatrix<'_>; 3],
+        descs: &mut [MatrixDesc],
+    ) -> Result<()> {
+        let mut places = Places { bytes: at };
+        let base = memory.memory().address();
+        for (kind, (m, desc)) in MatrixKind::ALL.into_iter().zip(raw.iter().zip(descs)) {
+            let (rows, cols) = shape.dims(kind);
+            let packed = places.take(m.packed.len());
+            let scales = places.take(4 * m.scales.len());
+            self.device().upload(memory.memory(), packed, &m.packed)?;
+            let bytes = bytemuck::cast_slice(&m.scales);
+            self.device().upload(memory.memory(), scales, bytes)?;
+            *desc = MatrixDesc {
+                stream: Slice::new(base + packed as u64, (m.packed.len() / 4) as u64),
+                scales: Slice::new(base + scales as u64, m.scales.len() as u64),
+                codec: abi::CODEC_RAW,
+                scale_format: abi::SCALES_F32,
+                rows: word("rows", rows)?,
+                cols: word("columns", cols)?,
+                ..Default::default()
+            };
+        }
+        Ok(())
+    }
+
+    /// The stage, with room for `slots` records of `bytes` bytes. Layers share it.
+    fn stage_for(&self, slots: usize, bytes: usize, reads: bool) -> Result<Arc<Stage<D::Memory>>> {
+        let mut stage = self.stage().lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(there) = stage.as_ref()
+            && there.slots >= slots
+            && there.slot >= bytes
+            && there.reads >= reads
+        {
+            return Ok(there.clone());
+        }
+        let before = stage.as_ref();
+        let slots = slots.max(before.map_or(0, |s| s.slots));
+        let slot = bytes
+            .next_multiple_of(ALIGNMENT)
+            .max(before.map_or(0, |s| s.slot));
+        let reads = reads || before.is_some_and(|s| s.reads);
+        let mut made = Stage {
+            memory: self.scratch(slots * slot)?,
+            slots,
+            slot,
+            host: Mutex::new(self.device().allocate_host(0)?),
+            reads,
+        };
+        if reads {
+            let host = self.device().allocate_host(slots * made.read_slot())?;
+            made.host = Mutex::new(host);
+        }
+        let made = Arc::new(made);
+        *stage = Some(made.clone());
+        Ok(made)
+    }
+}
+
+/// A descriptor whose addresses are from `base` on.
+fn moved(mut desc: MatrixDesc, base: u64) -> MatrixDesc {
+    for slice in [&mut desc.stream, &mut desc.blocks, &mut desc.scales] {
+        if slice.len > 0 {
+            slice.addr += base;
+        }
+    }
+    desc
+}
+
+/// Tokens that go through a layer together.
+struct Batch<'a> {
+    /// `[tokens, top_k]`.
+    chosen: &'a [u32],
+    x: View,
+    /// The same on the host, where the CPU has experts.
+    host_x: &'a [f32],
+    host_stride: usize,
+    sum: Sum,
+}
+
+/// What the CPU's experts make of their tokens: a row for each of `slots`.
+fn compute<M: DeviceMemory>(
+    cpu: &Cpu,
+    experts: &cpu::Experts,
+    tiers: &Tiers<M>,
+    slots: &[(usize, u32)],
+    batch: &Batch<'_>,
+    hidden: usize,
+) -> Result<Vec<f32>> {
+    let mut x = Vec::with_capacity(slots.len() * hidden);
+    let mut ids = Vec::with_capacity(slots.len());
+    for (token, id) in slots {
+        let at = token * batch.host_stride;
+        x.extend_from_slice(&batch.host_x[at..at + hidden]);
+        if let Some(Place::Cpu(number)) = tiers.place(*id) {
+            ids.push(*number);
+        }
+    }
+    // One expert a token, of weight 1: the sum is what the expert gives.
+    let n = ids.len();
+    let (x, ids) = (cpu.upload(&x)?, cpu.upload(&ids)?);
+    let ones = cpu.upload(&vec![1.0f32; n])?;
+    let mut out = cpu.alloc::<f32>(n * hidden)?;
+    let to = rows_mut(&mut out, hidden);
+    cpu.experts(experts, rows(&x, hidden), &ids, &ones, 1, n, to)?;
+    let mut y = vec![0.0; n * hidden];
+    cpu.read(&out, 0, &mut y)?;
+    Ok(y)
+}

@@ -1,0 +1,248 @@
+//! A device with little memory, slow copies and failures at will, over another device. For tests of
+//! what places and moves experts.
+
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering::Relaxed};
+use std::time::Duration;
+
+use super::device::{Device, DeviceError, DeviceLimits, DeviceMemory, Launch};
+use super::table::KernelFn;
+
+/// What a [`MockDevice`] does wrong.
+#[derive(Clone, Debug, Default)]
+pub struct Faults {
+    /// Bytes that can be allocated at a time, in units of [`Faults::granule`]; no limit by default.
+    pub memory: Option<usize>,
+    /// Bytes of host memory that can be pinned at a time.
+    pub host: Option<usize>,
+    /// Allocations of device memory are multiples of this; 0 is 1.
+    pub granule: usize,
+    /// The number, from 1, of the copy beside the stream that fails.
+    pub failing_copy: Option<u64>,
+    /// Time that a copy beside the stream takes for each MiB.
+    pub copy_time: Duration,
+}
+
+/// What a [`MockDevice`] has done.
+#[derive(Debug, Default)]
+pub struct Done {
+    /// Bytes allocated now.
+    pub allocated: AtomicUsize,
+    /// Most bytes allocated at a time.
+    pub peak: AtomicUsize,
+    /// Bytes of host memory pinned now.
+    pub pinned: AtomicUsize,
+    /// Copies beside the stream.
+    pub copies: AtomicU64,
+    /// Their bytes.
+    pub copied: AtomicU64,
+}
+
+/// See the module.
+#[derive(Clone, Debug)]
+pub struct MockDevice<D> {
+    inner: D,
+    faults: Faults,
+    done: Arc<Done>,
+}
+
+impl<D> MockDevice<D> {
+    /// `inner` with faults.
+    pub fn new(inner: D, faults: Faults) -> Self {
+        Self {
+            inner,
+            faults,
+            done: Arc::default(),
+        }
+    }
+
+    /// What it has done.
+    pub fn done(&self) -> &Arc<Done> {
+        &self.done
+    }
+
+    fn take(&self, counter: &AtomicUsize, limit: Option<usize>, bytes: usize) -> Result<(), usize> {
+        let limit = limit.unwrap_or(usize::MAX);
+        let add = |now: usize| now.checked_add(bytes).filter(|sum| *sum <= limit);
+        match counter.fetch_update(Relaxed, Relaxed, add) {
+            Ok(_) => Ok(()),
+            Err(now) => Err(limit - now),
+        }
+    }
+}
+
+/// Memory of a [`MockDevice`].
+pub struct MockMemory<M> {
+    inner: M,
+    taken: usize,
+    done: Arc<Done>,
+}
+
+impl<M> Drop for MockMemory<M> {
+    fn drop(&mut self) {
+        self.done.allocated.fetch_sub(self.taken, Relaxed);
+    }
+}
+
+/// Host memory of a [`MockDevice`].
+pub struct MockHost<H> {
+    inner: H,
+    taken: usize,
+    done: Arc<Done>,
+}
+
+impl<H> Drop for MockHost<H> {
+    fn drop(&mut self) {
+        self.done.pinned.fetch_sub(self.taken, Relaxed);
+    }
+}
+
+impl<H: std::ops::Deref<Target = [u8]>> std::ops::Deref for MockHost<H> {
+    type Target = [u8];
+    fn deref(&self) -> &[u8] {
+        &self.inner
+    }
+}
+
+impl<H: std::ops::DerefMut<Target = [u8]>> std::ops::DerefMut for MockHost<H> {
+    fn deref_mut(&mut self) -> &mut [u8] {
+        &mut self.inner
+    }
+}
+
+impl<M: DeviceMemory> DeviceMemory for MockMemory<M> {
+    type Host = MockHost<M::Host>;
+
+    fn address(&self) -> u64 {
+        self.inner.address()
+    }
+
+    fn size(&self) -> usize {
+        self.inner.size()
+    }
+}
+
+impl<D: Device> Device for MockDevice<D> {
+    type Memory = MockMemory<D::Memory>;
+    type Event = D::Event;
+
+    fn describe(&self) -> String {
+        format!("mock of {}", self.inner.describe())
+    }
+
+    fn limits(&self) -> &DeviceLimits {
+        self.inner.limits()
+    }
+
+    fn allocate(&self, bytes: usize) -> Result<Self::Memory, DeviceError> {
+        let taken = bytes.next_multiple_of(self.faults.granule.max(1));
+        let done = &self.done;
+        self.take(&done.allocated, self.faults.memory, taken)
+            .map_err(|free| DeviceError::OutOfMemory {
+                device: self.describe(),
+                requested: bytes as u64,
+                free: free as u64,
+            })?;
+        done.peak.fetch_max(done.allocated.load(Relaxed), Relaxed);
+        Ok(MockMemory {
+            inner: self.inner.allocate(bytes)?,
+            taken,
+            done: done.clone(),
+        })
+    }
+
+    fn fill(
+        &self,
+        memory: &Self::Memory,
+        offset: usize,
+        bytes: usize,
+        value: u8,
+    ) -> Result<(), DeviceError> {
+        self.inner.fill(&memory.inner, offset, bytes, value)
+    }
+
+    fn upload(&self, memory: &Self::Memory, offset: usize, data: &[u8]) -> Result<(), DeviceError> {
+        self.inner.upload(&memory.inner, offset, data)
+    }
+
+    fn download(
+        &self,
+        memory: &Self::Memory,
+        offset: usize,
+        out: &mut [u8],
+    ) -> Result<(), DeviceError> {
+        self.inner.download(&memory.inner, offset, out)
+    }
+
+    fn allocate_host(
+        &self,
+        bytes: usize,
+    ) -> Result<<Self::Memory as DeviceMemory>::Host, DeviceError> {
+        self.take(&self.done.pinned, self.faults.host, bytes)
+            .map_err(|_| DeviceError::HostMemory {
+                device: self.describe(),
+                requested: bytes as u64,
+            })?;
+        Ok(MockHost {
+            inner: self.inner.allocate_host(bytes)?,
+            taken: bytes,
+            done: self.done.clone(),
+        })
+    }
+
+    fn fork(&self) -> Result<(), DeviceError> {
+        self.inner.fork()
+    }
+
+    unsafe fn copy_beside(
+        &self,
+        memory: &Self::Memory,
+        offset: usize,
+        host: &<Self::Memory as DeviceMemory>::Host,
+        bytes: Range<usize>,
+    ) -> Result<(), DeviceError> {
+        let number = self.done.copies.fetch_add(1, Relaxed) + 1;
+        if self.faults.failing_copy == Some(number) {
+            return Err(DeviceError::Driver {
+                device: self.describe(),
+                call: "copy_beside".into(),
+                code: 700,
+                name: "INJECTED".into(),
+                what: "a copy that was to fail".into(),
+            });
+        }
+        self.done.copied.fetch_add(bytes.len() as u64, Relaxed);
+        std::thread::sleep(
+            self.faults
+                .copy_time
+                .mul_f64(bytes.len() as f64 / (1 << 20) as f64),
+        );
+        // SAFETY: passed on to the caller.
+        unsafe {
+            self.inner
+                .copy_beside(&memory.inner, offset, &host.inner, bytes)
+        }
+    }
+
+    fn join(&self) -> Result<(), DeviceError> {
+        self.inner.join()
+    }
+
+    unsafe fn launch<K: KernelFn>(&self, launch: Launch, args: K::Args) -> Result<(), DeviceError> {
+        // SAFETY: passed on to the caller; addresses are those of the inner device.
+        unsafe { self.inner.launch::<K>(launch, args) }
+    }
+
+    fn event(&self) -> Result<Self::Event, DeviceError> {
+        self.inner.event()
+    }
+
+    fn elapsed(&self, from: &Self::Event, to: &Self::Event) -> Result<f64, DeviceError> {
+        self.inner.elapsed(from, to)
+    }
+
+    fn synchronize(&self) -> Result<(), DeviceError> {
+        self.inner.synchronize()
+    }
+}

@@ -1,0 +1,356 @@
+//! From budgets, profile and rates to a plan of a model's experts.
+
+use std::path::{Path, PathBuf};
+
+use super::calibrate::{self, CalibrateError, Calibration};
+use super::memory::{Fixed, fixed};
+use super::planner::{Budget, LayerModel, ModelUse, Plan, PlanError, plan};
+use super::profile::{self, Profile, ProfileError};
+use super::{Rates, TIERS, staged};
+use crate::archive::{Archive, ArchiveError};
+use crate::backend::kernels::{Device, KernelBackend};
+use crate::model::Config;
+
+/// Bytes, or a part of what there is.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Size {
+    /// Bytes.
+    Bytes(u64),
+    /// A share, 0 to 1.
+    Share(f64),
+}
+
+impl Size {
+    /// Bytes, where `all` are there.
+    pub fn of(self, all: u64) -> u64 {
+        match self {
+            Size::Bytes(n) => n,
+            Size::Share(s) => (s * all as f64) as u64,
+        }
+    }
+
+    /// `24G`, `1.5GiB`, `512M`, `80%`, `1000000`.
+    pub fn parse(text: &str) -> Result<Self, String> {
+        let wrong = || "expected a size such as 24G, 1.5GiB, 512M, 80% or bytes".to_string();
+        let at = text
+            .find(|c: char| !c.is_ascii_digit() && c != '.')
+            .unwrap_or(text.len());
+        let n: f64 = text[..at].parse().map_err(|_| wrong())?;
+        let unit = match &text[at..] {
+            "" | "B" => 1.0,
+            "K" | "KB" | "k" => 1e3,
+            "M" | "MB" => 1e6,
+            "G" | "GB" => 1e9,
+            "T" | "TB" => 1e12,
+            "KiB" => 1024.0,
+            "MiB" => (1u64 << 20) as f64,
+            "GiB" => (1u64 << 30) as f64,
+            "TiB" => (1u64 << 40) as f64,
+            "%" if n <= 100.0 => return Ok(Size::Share(n / 100.0)),
+            _ => return Err(wrong()),
+        };
+        let bytes = n * unit;
+        if bytes < 1e18 {
+            Ok(Size::Bytes(bytes as u64))
+        } else {
+            Err(wrong())
+        }
+    }
+}
+
+/// What a user asks of a placement.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Request {
+    /// Device memory for everything; by default what is free.
+    pub vram: Option<Size>,
+    /// Host memory for experts; by default 80% of what is available.
+    pub ram: Option<Size>,
+    /// Usage profile; by default the one beside the model.
+    pub profile: Option<PathBuf>,
+    /// Rates to use instead of this machine's.
+    pub rates: Option<PathBuf>,
+    /// Measure this machine again.
+    pub calibrate: bool,
+    /// Positions that the KV cache is for.
+    pub positions: usize,
+}
+
+/// Why nothing was planned.
+#[derive(Debug, thiserror::Error)]
+pub enum RequestError {
+    /// The profile.
+    #[error(transparent)]
+    Profile(#[from] ProfileError),
+    /// The rates.
+    #[error(transparent)]
+    Calibrate(#[from] CalibrateError),
+    /// The archive.
+    #[error(transparent)]
+    Archive(#[from] ArchiveError),
+    /// The budgets.
+    #[error(transparent)]
+    Plan(#[from] PlanError),
+    /// A profile of another model.
+    #[error(
+        "{}: layer {layer}, expert {expert}: the model has {layers} layers of {experts} experts; give this \
+         model's profile",
+        path.display()
+    )]
+    Foreign {
+        /// The profile.
+        path: PathBuf,
+        /// Largest layer in it.
+        layer: u32,
+        /// Largest expert in it.
+        expert: u32,
+        /// Layers of the model.
+        layers: usize,
+        /// Experts of a layer.
+        experts: usize,
+    },
+    /// Device memory that does not hold what is no expert.
+    #[error(
+        "{:.2} GB of device memory hold no model whose dense part, caches and activations take {:.2} \
+         GB; give more (--vram-budget) or a shorter context (-c)",
+        *vram as f64 / 1e9, *taken as f64 / 1e9
+    )]
+    NoRoom {
+        /// Bytes that there are.
+        vram: u64,
+        /// Bytes needed.
+        taken: u64,
+    },
+}
+
+/// Bytes of host memory that can be had without swapping; 0 where nobody says.
+pub fn available() -> u64 {
+    let text = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
+    let line = text.lines().find_map(|l| l.strip_prefix("MemAvailable:"));
+    let kib = line.and_then(|l| l.split_whitespace().next()?.parse::<u64>().ok());
+    kib.unwrap_or(0) * 1024
+}
+
+/// Kept free of what is free, for the driver and for rounding.
+const RESERVE: u64 = 256 << 20;
+
+/// A plan and what it was made of.
+#[derive(Clone, Debug)]
+pub struct Planned {
+    /// The plan.
+    pub plan: Plan,
+    /// Rates, and the machine that they are of.
+    pub calibration: Calibration,
+    /// Where the use of experts is from.
+    pub profile: String,
+    /// What was left for experts.
+    pub budget: Budget,
+    /// What else is in device memory.
+    pub fixed: Vec<Fixed>,
+    /// Device memory in all.
+    pub vram: u64,
+}
+
+/// The profile asked for, else the one beside the model, else none; it is checked against the model.
+fn read_profile(
+    named: Option<&Path>,
+    dir: &Path,
+    config: &Config,
+) -> Result<(Profile, String), RequestError> {
+    let beside = dir.join(profile::FILE);
+    let path = match named {
+        Some(path) => path.to_owned(),
+        None if beside.is_file() => beside,
+        None => return Ok((Profile::new(), "none: all experts alike".into())),
+    };
+    let profile = Profile::read(&path)?;
+    let (layers, experts) = (config.layers.len(), config.router.experts);
+    if let Some((layer, expert)) = profile.last()
+        && (layer as usize >= layers || expert as usize >= experts)
+    {
+        return Err(RequestError::Foreign {
+            path,
+            layer,
+            expert,
+            layers,
+            experts,
+        });
+    }
+    Ok((profile, path.display().to_string()))
+}
+
+impl Request {
+    /// The rates asked for, else this machine's. Whether they were measured now.
+    pub fn rates<D: Device>(
+        &self,
+        backend: &KernelBackend<D>,
+        archive: &Archive,
+        config: &Config,
+    ) -> Result<(Calibration, bool), RequestError> {
+        Ok(match &self.rates {
+            Some(file) => (Calibration::read(file)?, false),
+            None => calibrate::rates(backend, archive, config, self.calibrate)?,
+        })
+    }
+
+    /// A plan for the model of `dir` on a device with `free` bytes.
+    pub fn plan(
+        &self,
+        dir: &Path,
+        config: &Config,
+        archive: &Archive,
+        calibration: Calibration,
+        free: u64,
+    ) -> Result<Planned, RequestError> {
+        let (profile, named) = read_profile(self.profile.as_deref(), dir, config)?;
+        let (experts, top_k) = (config.router.experts, config.router.top_k);
+        let mut layers = Vec::new();
+        let mut largest = 0;
+        for &number in archive.layers() {
+            let records: Vec<u64> = (0..experts)
+                .map(|e| Ok(archive.place_of(number, e)?.1 as u64))
+                .collect::<Result<_, ArchiveError>>()?;
+            largest = largest.max(records.iter().copied().max().unwrap_or(0));
+            layers.push(LayerModel {
+                number,
+                chances: profile.chances(number, experts, top_k),
+                records,
+            });
+        }
+        let mut fixed = fixed(config, self.positions);
+        fixed.push(Fixed {
+            what: "stage",
+            vram: staged(top_k) as u64 * largest.next_multiple_of(256),
+        });
+        let spare = free.saturating_sub(RESERVE);
+        let vram = self.vram.map_or(spare, |s| s.of(free));
+        let taken: u64 = fixed.iter().map(|f| f.vram).sum();
+        if taken > vram {
+            return Err(RequestError::NoRoom { vram, taken });
+        }
+        let memory = available();
+        let budget = Budget {
+            vram: vram - taken,
+            ram: self.ram.map_or(memory / 5 * 4, |s| s.of(memory)),
+            vram_granule: 2 << 20,
+            ram_granule: 4096,
+            allowed: [true; TIERS],
+        };
+        let model = ModelUse {
+            top_k,
+            raw_bytes: archive.shape().raw_bytes() as u64,
+            layers,
+        };
+        Ok(Planned {
+            plan: plan(&model, &calibration.rates, &budget)?,
+            calibration,
+            profile: named,
+            budget,
+            fixed,
+            vram,
+        })
+    }
+}
+
+fn gb(bytes: u64) -> String {
+    match bytes {
+        0..1_000_000_000 => format!("{:.1} MB", bytes as f64 / 1e6),
+        _ => format!("{:.2} GB", bytes as f64 / 1e9),
+    }
+}
+
+/// For people.
+impl std::fmt::Display for Planned {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let (plan, rates): (&Plan, &Rates) = (&self.plan, &self.calibration.rates);
+        writeln!(f, "machine  {}", self.calibration.machine)?;
+        writeln!(f, "profile  {}", self.profile)?;
+        let fixed: Vec<String> = (self.fixed.iter())
+            .map(|f| format!("{} {}", f.what, gb(f.vram)))
+            .collect();
+        let all = plan.vram + self.fixed.iter().map(|f| f.vram).sum::<u64>();
+        let experts = gb(plan.vram);
+        writeln!(
+            f,
+            "vram     {} of {}: {}, experts {experts}",
+            gb(all),
+            gb(self.vram),
+            fixed.join(", ")
+        )?;
+        writeln!(
+            f,
+            "ram      {} of {}: experts\n",
+            gb(plan.ram),
+            gb(self.budget.ram)
+        )?;
+        writeln!(
+            f,
+            "tier      experts       bytes  share of selections  own lane, ms a token"
+        )?;
+        for row in &plan.table {
+            writeln!(
+                f,
+                "{:8} {:8} {:>11} {:>20.2}% {:>21.3}",
+                row.tier,
+                row.experts,
+                gb(row.bytes),
+                100.0 * row.share,
+                row.lane_ms
+            )?;
+        }
+        let t = &plan.time;
+        writeln!(
+            f,
+            "\nlanes, ms a token: dense part {:.3}, experts on the GPU {:.3}, copies {:.3}, CPU {:.3}, disk \
+             {:.3}, round trips {:.3}",
+            1e3 * rates.dense,
+            1e3 * t.gpu,
+            1e3 * t.upload,
+            1e3 * t.cpu,
+            1e3 * t.disk,
+            1e3 * t.round_trip
+        )?;
+        write!(
+            f,
+            "predicted  {:.3} ms a token, {:.2} tokens/s; bottleneck: {}",
+            1e3 * plan.token,
+            1.0 / plan.token,
+            plan.bottleneck
+        )?;
+        if plan.greedy.is_finite() {
+            write!(f, "; greedy filling {:.3} ms", 1e3 * plan.greedy)?;
+        }
+        writeln!(f)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes() {
+        let bytes = |s| match Size::parse(s) {
+            Ok(Size::Bytes(n)) => n,
+            other => panic!("{s}: {other:?}"),
+        };
+        assert_eq!(bytes("24G"), 24_000_000_000);
+        assert_eq!(bytes("1.5GiB"), 3 << 29);
+        assert_eq!(bytes("512M"), 512_000_000);
+        assert_eq!(bytes("0"), 0);
+        assert_eq!(bytes("77B"), 77);
+        assert_eq!(Size::parse("80%"), Ok(Size::Share(0.8)));
+        assert_eq!(Size::Share(0.25).of(1000), 250);
+        for bad in [
+            "",
+            "G",
+            "-1G",
+            "1.2.3G",
+            "101%",
+            "5 apples",
+            "1e30",
+            "99999999T",
+        ] {
+            assert!(Size::parse(bad).is_err(), "{bad}");
+        }
+    }
+}

@@ -1,0 +1,507 @@
+//! Experts in several tiers: the same bits as in one place, what is copied, what happens when memory
+//! or a copy fails.
+
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::OnceLock;
+use std::sync::atomic::Ordering::Relaxed;
+use std::time::{Duration, Instant};
+
+use assert_cmd::Command;
+use host::archive::{Archive, Record};
+use host::backend::kernels::{
+    CudaDevice, Device, DeviceError, EmulatedDevice, Faults, KernelBackend, KernelError, MockDevice,
+};
+use host::backend::reference::Reference;
+use host::backend::{Backend, LayerExperts, LoadExperts, TieredLayer, rows, rows_mut};
+use host::bench::synth::Rng;
+use host::engine::{self, Options};
+use host::expert::{Form, ScaleKind};
+use host::model::Wanted;
+use host::placement::reader::DirectFile;
+use host::placement::request::{Request, Size};
+use host::placement::{TIERS, Tier};
+use host::synth::{self, Shape, Skew, synthesise};
+use predicates::prelude::*;
+use predicates::str::contains;
+use serde_json::Value;
+
+const HIDDEN: usize = 128;
+const EXPERTS: usize = 32;
+const TOP_K: usize = 4;
+
+fn make(scales: ScaleKind) -> tempfile::TempDir {
+    let dir = tempfile::tempdir().unwrap();
+    let options = synth::Options {
+        shape: Shape::Tiny,
+        layers: None,
+        distinct: 96,
+        scales,
+        seed: 3,
+        skew: Some(Skew::PUBLISHED),
+        tokenizer: None,
+    };
+    synthesise(&options, &dir.path().join("model"), |_, _, _| ()).unwrap();
+    dir
+}
+
+/// A tiny model, with scales a row or grouped.
+fn model(scales: ScaleKind) -> std::path::PathBuf {
+    static ROW: OnceLock<tempfile::TempDir> = OnceLock::new();
+    static G64: OnceLock<tempfile::TempDir> = OnceLock::new();
+    let made = match scales {
+        ScaleKind::Row => &ROW,
+        ScaleKind::G64 => &G64,
+    };
+    made.get_or_init(|| make(scales)).path().join("model")
+}
+
+type Mock = KernelBackend<MockDevice<EmulatedDevice>>;
+
+fn mock(faults: Faults) -> Mock {
+    KernelBackend::new(MockDevice::new(EmulatedDevice::default(), faults)).unwrap()
+}
+
+/// Activations and assignments of `tokens` tokens, and what a back end makes of them.
+struct Case {
+    tokens: usize,
+    x: Vec<f32>,
+    ids: Vec<u32>,
+    weights: Vec<f32>,
+}
+
+impl Case {
+    fn new(tokens: usize, seed: u64) -> Self {
+        let mut rng = Rng::new(seed);
+        let mut ids = Vec::new();
+        for _ in 0..tokens {
+            let mut own: Vec<u32> = Vec::new();
+            while own.len() < TOP_K {
+                let id = (rng.bits() % EXPERTS as u64) as u32;
+                if !own.contains(&id) {
+                    own.push(id);
+                }
+            }
+            own.sort_unstable();
+            ids.extend(own);
+        }
+        Self {
+            tokens,
+            x: rng.normals(tokens * (HIDDEN + 8)),
+            weights: rng.normals(tokens * TOP_K),
+            ids,
+        }
+    }
+
+    fn run<B: Backend>(&self, b: &B, experts: &B::Experts) -> Result<Vec<u32>, B::Error> {
+        let x = b.upload(&self.x)?;
+        let (ids, weights) = (b.upload(&self.ids)?, b.upload(&self.weights)?);
+        let mut out = b.alloc::<f32>(self.tokens * HIDDEN)?;
+        // Rows that are further apart than they are long.
+        let from = rows(&x, HIDDEN + 8);
+        b.experts(
+            experts,
+            from,
+            &ids,
+            &weights,
+            TOP_K,
+            self.tokens,
+            rows_mut(&mut out, HIDDEN),
+        )?;
+        let mut host = vec![0.0; self.tokens * HIDDEN];
+        b.read(&out, 0, &mut host)?;
+        Ok(host.iter().map(|x| x.to_bits()).collect())
+    }
+}
+
+struct Layer {
+    archive: Archive,
+    file: Arc<DirectFile>,
+    number: u32,
+}
+
+impl Layer {
+    fn new(scales: ScaleKind) -> Self {
+        let path = model(scales).join("experts.ansx");
+        Self {
+            archive: Archive::open(&path).unwrap(),
+            file: Arc::new(DirectFile::open(&path).unwrap()),
+            number: 2,
+        }
+    }
+
+    fn whole<B: LoadExperts>(&self, b: &B, form: Form) -> B::Experts {
+        let layer = self.archive.layer(self.number).unwrap();
+        let records: Vec<Record<'_>> = (0..EXPERTS).map(|e| layer.record(e).unwrap()).collect();
+        let coded = LayerExperts::Coded { layer, records };
+        b.load_experts(coded, *self.archive.shape(), form).unwrap()
+    }
+
+    fn tiered<B: LoadExperts>(
+        &self,
+        b: &B,
+        tiers: &[Tier],
+        staged: usize,
+        form: Form,
+    ) -> Result<B::Experts, B::Error> {
+        let layer = TieredLayer {
+            archive: &self.archive,
+            file: &self.file,
+            number: self.number,
+            tiers,
+            staged,
+        };
+        let placed = b.load_tiers(&layer, *self.archive.shape(), form)?;
+        Ok(placed.expect("the kernels' back end has tiers"))
+    }
+}
+
+/// Experts in the first `tiers` tiers.
+fn mixed(seed: u64, tiers: usize) -> Vec<Tier> {
+    let mut rng = Rng::new(seed);
+    (0..EXPERTS)
+        .map(|_| Tier::ALL[(rng.bits() % tiers as u64) as usize])
+        .collect()
+}
+
+/// Every tier alone and all of them mixed, one token and several, fused and not: the bits of one place.
+fn same_bits<D: Device>(b: &KernelBackend<D>, seed: u64) {
+    for scales in [ScaleKind::Row, ScaleKind::G64] {
+        let layer = Layer::new(scales);
+        let cases: Vec<Case> = [1, 2, 7].map(|n| Case::new(n, seed + n as u64)).into();
+        let whole = layer.whole(b, Form::Fused);
+        let expected: Vec<Vec<u32>> = cases.iter().map(|c| c.run(b, &whole).unwrap()).collect();
+        let plain = layer.whole(&Reference, Form::Fused);
+        assert!(cases[1].run(&Reference, &plain).unwrap() == expected[1]);
+        let mut placements: Vec<Vec<Tier>> = Tier::ALL.map(|t| vec![t; EXPERTS]).into();
+        placements.extend([mixed(seed, TIERS), mixed(seed + 1, TIERS), mixed(seed, 2)]);
+        for (i, tiers) in placements.iter().enumerate() {
+            let form = if i == 6 { Form::Unfused } else { Form::Fused };
+            // A stage that holds few of the experts that seven tokens choose.
+            let experts = layer.tiered(b, tiers, TOP_K, form).unwrap();
+            for (case, expected) in cases.iter().zip(&expected) {
+                let found = case.run(b, &experts).unwrap();
+                let n = case.tokens;
+                assert!(found == *expected, "{scales:?}, placement {i}, {n} tokens");
+            }
+            let used = b.used(&experts);
+            let all = used.tiers.iter().sum::<u64>() + used.vram;
+            assert_eq!(all, (1 + 2 + 7) * TOP_K as u64);
+            for (t, n) in used.tiers.iter().enumerate() {
+                assert!(*n == 0 || tiers.contains(&Tier::ALL[t]), "{used:?}");
+            }
+            assert_eq!(used.vram > 0, i == 7, "{used:?}");
+        }
+    }
+}
+
+fn seed() -> u64 {
+    let given = std::env::var("ANSATZ_SEED")
+        .ok()
+        .and_then(|s| s.parse().ok());
+    let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
+    let seed = given.unwrap_or_else(|| now.unwrap().as_nanos() as u64 >> 8);
+    println!("ANSATZ_SEED={seed}");
+    seed
+}
+
+#[test]
+fn tiers_give_the_same_bits() {
+    same_bits(&mock(Faults::default()), seed());
+}
+
+#[test]
+fn tiers_give_the_same_bits_on_cuda() {
+    match CudaDevice::new(0) {
+        Ok(device) => same_bits(&KernelBackend::new(device).unwrap(), seed()),
+        Err(e) => {
+            assert!(std::env::var_os("ANSATZ_REQUIRE_CUDA").is_none(), "{e}");
+            eprintln!("skipped: {e}");
+        }
+    }
+}
+
+#[test]
+fn only_what_is_away_is_copied() {
+    let layer = Layer::new(ScaleKind::Row);
+    let case = Case::new(1, 5);
+    let b = mock(Faults::default());
+    let done = b.device().done().clone();
+    for t in Tier::ALL {
+        let experts = layer
+            .tiered(&b, &[t; EXPERTS], 4 * TOP_K, Form::Fused)
+            .unwrap();
+        let before = (done.copies.load(Relaxed), done.copied.load(Relaxed));
+        case.run(&b, &experts).unwrap();
+        let copies = done.copies.load(Relaxed) - before.0;
+        let bytes = done.copied.load(Relaxed) - before.1;
+        let chosen = case
+            .ids
+            .iter()
+            .map(|e| layer.archive.place_of(2, *e as usize).unwrap().1 as u64);
+        if matches!(t, Tier::RamAns | Tier::DiskAns) {
+            assert_eq!(copies, TOP_K as u64);
+            assert_eq!(bytes, chosen.sum::<u64>());
+        } else {
+            assert_eq!((copies, bytes), (0, 0), "{t}");
+        }
+    }
+    assert!(done.pinned.load(Relaxed) > 0, "the stage stays");
+    drop(b);
+    assert_eq!(done.pinned.load(Relaxed), 0);
+    assert_eq!(done.allocated.load(Relaxed), 0);
+}
+
+#[test]
+fn failures_are_errors_and_leave_nothing_behind() {
+    let layer = Layer::new(ScaleKind::Row);
+    let case = Case::new(2, 6);
+    // The third copy fails; what comes after it works.
+    let b = mock(Faults {
+        failing_copy: Some(3),
+        ..Faults::default()
+    });
+    let experts = layer
+        .tiered(&b, &[Tier::RamAns; EXPERTS], 4 * TOP_K, Form::Fused)
+        .unwrap();
+    let error = case.run(&b, &experts).unwrap_err();
+    assert!(
+        matches!(error, KernelError::Device(DeviceError::Driver { .. })),
+        "{error}"
+    );
+    let whole = layer.whole(&b, Form::Fused);
+    assert!(case.run(&b, &experts).unwrap() == case.run(&b, &whole).unwrap());
+    // Slow copies change nothing but the time.
+    let b = mock(Faults {
+        copy_time: Duration::from_millis(400),
+        ..Faults::default()
+    });
+    let experts = layer
+        .tiered(&b, &[Tier::DiskAns; EXPERTS], 4 * TOP_K, Form::Fused)
+        .unwrap();
+    let start = Instant::now();
+    let slow = case.run(&b, &experts).unwrap();
+    let copied = b.device().done().copied.load(Relaxed) as f64 / (1 << 20) as f64;
+    assert!(start.elapsed().as_secs_f64() > 0.4 * copied);
+    assert!(slow == case.run(&b, &layer.whole(&b, Form::Fused)).unwrap());
+    // Memory that does not suffice.
+    for (faults, tier) in [
+        (
+            Faults {
+                memory: Some(40_000),
+                ..Faults::default()
+            },
+            Tier::VramHot,
+        ),
+        (
+            Faults {
+                host: Some(40_000),
+                ..Faults::default()
+            },
+            Tier::RamAns,
+        ),
+    ] {
+        let b = mock(faults);
+        let error = layer
+            .tiered(&b, &[tier; EXPERTS], TOP_K, Form::Fused)
+            .err()
+            .unwrap();
+        let expected = match tier {
+            Tier::VramHot => matches!(error, KernelError::Device(DeviceError::OutOfMemory { .. })),
+            _ => matches!(error, KernelError::Device(DeviceError::HostMemory { .. })),
+        };
+        assert!(expected, "{error}");
+        let done = b.device().done().clone();
+        drop(b);
+        assert_eq!(done.allocated.load(Relaxed), 0);
+    }
+}
+
+/// Rates with which every tier is worth something.
+const RATES: &str = r#"{"version": 1, "machine": "made up", "rates": {
+    "hot": {"fixed": 4e-5, "each": 5e-6}, "ans": {"fixed": 1e-4, "each": 8e-6},
+    "cpu": {"fixed": 2e-5, "each": 1e-4}, "upload": {"fixed": 1e-5, "each": 2e-8},
+    "disk": {"fixed": 1e-4, "each": 2e-7}, "round_trip": 3e-5, "dense": 1e-3}}"#;
+
+fn request(dir: &Path, vram: u64, ram: u64) -> Request {
+    let rates = dir.join("rates.json");
+    std::fs::write(&rates, RATES).unwrap();
+    Request {
+        vram: Some(Size::Bytes(vram)),
+        ram: Some(Size::Bytes(ram)),
+        rates: Some(rates),
+        positions: 64,
+        ..Request::default()
+    }
+}
+
+fn options() -> Options {
+    Options {
+        device: engine::Device::Emulator,
+        tier: None,
+        form: Form::Fused,
+        placed: None,
+        positions: 64,
+    }
+}
+
+/// What a model takes beside its experts.
+fn fixed(dir: &Path) -> u64 {
+    let request = request(dir, 1 << 40, 0);
+    let model = model(ScaleKind::Row);
+    let config = host::model::Config::read(&model).unwrap();
+    let archive = Archive::open(model.join("experts.ansx")).unwrap();
+    let rates = host::placement::calibrate::Calibration::read(&request.rates.clone().unwrap());
+    let planned = request
+        .plan(&model, &config, &archive, rates.unwrap(), 1 << 41)
+        .unwrap();
+    planned.fixed.iter().map(|f| f.vram).sum()
+}
+
+/// A device that has less than the plan counted on: a smaller plan, the same logits.
+#[test]
+fn out_of_memory_is_planned_again() {
+    let dir = tempfile::tempdir().unwrap();
+    let model = model(ScaleKind::Row);
+    let ids = [256, 72, 105, 33];
+    let mut whole = engine::open(&model, options(), |_, _| ()).unwrap();
+    whole.begin(4, Wanted::Last).unwrap();
+    let expected = whole.forward(&ids, Wanted::Last).unwrap();
+
+    let fixed = fixed(dir.path());
+    let vram = fixed + (8 << 20);
+    // Measured: what loading takes at most with everything in device memory.
+    let free = MockDevice::new(EmulatedDevice::default(), Faults::default());
+    let all = request(dir.path(), vram, 1 << 30);
+    let mut no_progress = |_, _| ();
+    engine::open_placed(
+        free.clone(),
+        vram,
+        &model,
+        &options(),
+        &all,
+        &mut no_progress,
+    )
+    .unwrap();
+    let peak = free.done().peak.load(Relaxed);
+    // One byte less than that, and budgets that know nothing of it.
+    let device = MockDevice::new(
+        EmulatedDevice::default(),
+        Faults {
+            memory: Some(peak - 1),
+            ..Faults::default()
+        },
+    );
+    let opened = engine::open_placed(
+        device.clone(),
+        vram,
+        &model,
+        &options(),
+        &all,
+        &mut no_progress,
+    );
+    let mut engine = opened.unwrap();
+    assert!(device.done().peak.load(Relaxed) < peak);
+    engine.begin(4, Wanted::Last).unwrap();
+    assert!(engine.forward(&ids, Wanted::Last).unwrap() == expected);
+    let all: usize = engine.placement().tiers.iter().map(|t| t.experts).sum();
+    assert_eq!(all, 96);
+    // Little of both: experts in many tiers.
+    for ram in [0, 300_000, 1 << 20] {
+        let little = request(dir.path(), fixed + (2 << 20), ram);
+        let device = MockDevice::new(EmulatedDevice::default(), Faults::default());
+        let mut engine =
+            engine::open_placed(device, vram, &model, &options(), &little, &mut no_progress)
+                .unwrap();
+        engine.begin(4, Wanted::Last).unwrap();
+        assert!(engine.forward(&ids, Wanted::Last).unwrap() == expected);
+        let placement = engine.placement();
+        let experts: usize = placement.tiers.iter().map(|t| t.experts).sum();
+        let selections: u64 = placement.tiers.iter().filter_map(|t| t.selections).sum();
+        assert_eq!((experts, selections), (96, 3 * 4 * 4));
+        assert!(placement.tiers.len() > 1, "{placement}");
+        assert!(placement.hits().is_some());
+        assert!(placement.predicted_us.is_some());
+    }
+    let nothing = request(dir.path(), fixed - 1, 0);
+    let device = MockDevice::new(EmulatedDevice::default(), Faults::default());
+    let error = engine::open_placed(device, vram, &model, &options(), &nothing, &mut no_progress);
+    let error = error.err().unwrap().to_string();
+    assert!(error.contains("hold no model whose dense part"), "{error}");
+}
+
+fn host(args: &[&dyn AsRef<std::ffi::OsStr>]) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_host"));
+    command.args(args);
+    command
+}
+
+#[test]
+fn generate_takes_budgets_and_records_usage() {
+    let dir = tempfile::tempdir().unwrap();
+    let model = model(ScaleKind::Row);
+    let fixed = fixed(dir.path());
+    let (rates, usage) = (dir.path().join("rates.json"), dir.path().join("usage.txt"));
+    let vram = (fixed + (2 << 20)).to_string();
+    let generate = |device: &str, more: &[&dyn AsRef<std::ffi::OsStr>]| {
+        let mut command = host(&[&"generate", &"-m", &model, &"--prompt-ids", &"256,72,105"]);
+        command.args([
+            "-n",
+            "4",
+            "--temp",
+            "0",
+            "--ignore-eos",
+            "-c",
+            "64",
+            "--device",
+            device,
+        ]);
+        command.args(more);
+        command
+    };
+    let json = |mut command: Command| -> Value {
+        let out = command.arg("--json").assert().success();
+        serde_json::from_slice(&out.get_output().stdout).unwrap()
+    };
+    let expected = json(generate("cpu", &[&"--usage", &usage]))["token_ids"].clone();
+    let budget: [&dyn AsRef<std::ffi::OsStr>; 6] = [
+        &"--vram-budget",
+        &vram,
+        &"--ram-budget",
+        &"300K",
+        &"--rates",
+        &rates,
+    ];
+    let found = json(generate("emulator", &budget));
+    assert_eq!(found["token_ids"], expected);
+    let tiers = found["placement"]["tiers"].as_array().unwrap();
+    let sum: u64 = tiers
+        .iter()
+        .map(|t| t["selections"].as_u64().unwrap())
+        .sum();
+    // Three tokens of the prompt and three generated ones, three layers, four experts.
+    assert_eq!(sum, 6 * 3 * 4);
+    assert!(found["placement"]["predicted_us"].as_u64().unwrap() > 0);
+    generate("emulator", &budget)
+        .assert()
+        .success()
+        .stderr(contains("selections: "));
+
+    let recorded = host::placement::Profile::read(&usage).unwrap();
+    assert_eq!(recorded.tokens(), 6.0);
+    let counts: f64 = recorded
+        .ranking()
+        .iter()
+        .map(|(l, e)| recorded.count(*l, *e))
+        .sum();
+    assert_eq!(counts, 72.0);
+    std::fs::write(&usage, "no profile\n").unwrap();
+    generate("cpu", &[&"--usage", &usage])
+        .assert()
+        .code(1)
+        .stderr(contains("line 1: expected layer, expert and count"));
+    generate("cpu", &budget).assert().code(1).stderr(
+        contains("one place for experts")
+            .and(predicate::function(|s: &str| s.lines().count() == 1)),
+    );
+}
