@@ -23,8 +23,8 @@ use gpu::plane3::{Layout, PLANE_BYTES};
 use host::backend::kernels::{
     CudaDevice, DecodePlane3, DecodeRansPair, DecodeRansTriple, Device, DeviceLimits, DeviceMemory,
     EmulatedDevice, Launch, MatmulPlane3, MatmulPlane3Half, MatmulPlane3Narrow, MatmulRansPair,
-    MatmulRansSharedPair, MatmulRansSharedTriple, MatmulRansTokensPair, MatmulRansTokensTriple,
-    MatmulRansTriple, MatmulRaw, MatmulRawMma, MatmulRawTokens,
+    MatmulRansTokensPair, MatmulRansTokensTriple, MatmulRansTriple, MatmulRaw, MatmulRawMma,
+    MatmulRawTokens,
 };
 use host::codec::{Table, count_symbols, encode, plane3};
 
@@ -36,7 +36,6 @@ enum Kernel {
     RawMma,
     Rans(Symbol),
     RansTokens(Symbol),
-    RansShared(Symbol),
     Decode(Symbol),
     /// Strips of a segment.
     Plane3(usize),
@@ -77,12 +76,6 @@ impl<D: Device> On<D> {
                 }
                 Kernel::RansTokens(Symbol::Triple) => {
                     self.0.launch::<MatmulRansTokensTriple>(*launch, *args)
-                }
-                Kernel::RansShared(Symbol::Pair) => {
-                    self.0.launch::<MatmulRansSharedPair>(*launch, *args)
-                }
-                Kernel::RansShared(Symbol::Triple) => {
-                    self.0.launch::<MatmulRansSharedTriple>(*launch, *args)
                 }
                 Kernel::Decode(Symbol::Pair) => self.0.launch::<DecodeRansPair>(*launch, *args),
                 Kernel::Decode(Symbol::Triple) => self.0.launch::<DecodeRansTriple>(*launch, *args),
@@ -540,15 +533,12 @@ impl<'a, D: Device> Layer<'a, D> {
                 self.runner
                     .launch(Kernel::RansTokens(symbol), &launch, &args)?;
             }
-            // The shared form takes all others.
+            // All others are decoded first.
             if most > args.max_tokens {
                 (args.min_tokens, args.max_tokens) = (args.max_tokens + 1, u32::MAX);
-                let (launch, stage) =
-                    coded_plan::matmul_rans_shared(&limits, symbol, &self.folds, most, jobs)
-                        .unwrap();
-                args.stage = stage;
-                self.runner
-                    .launch(Kernel::RansShared(symbol), &launch, &args)?;
+                args.scratch = self.scratch();
+                let launch = coded_plan::decode_rans(&limits, symbol, jobs).unwrap();
+                self.runner.launch(Kernel::Decode(symbol), &launch, &args)?;
             }
         }
         let plane3 = case.codecs.contains(&Codec::Plane3);
@@ -570,16 +560,23 @@ impl<'a, D: Device> Layer<'a, D> {
                 self.runner.launch(Kernel::DecodePlane3, &launch, &args)?;
             }
         }
-        for (several, sources) in [
-            (false, FROM_STREAM),
-            (true, FROM_STREAM),
-            (true, 1 << CODEC_PLANE3),
-        ] {
-            if sources != FROM_STREAM && (case.unfused || !plane3) {
+        let rans = 1 << rans_codec(Symbol::Pair) | 1 << rans_codec(Symbol::Triple);
+        let direct = self.covered();
+        for (least, sources) in match case.unfused {
+            true => [(1, FROM_ALL), (2, FROM_ALL), (0, 0), (0, 0)],
+            false => [
+                (1, FROM_STREAM),
+                (2, FROM_STREAM),
+                (2, if plane3 { 1 << CODEC_PLANE3 } else { 0 }),
+                (2.max(direct + 1), if most > direct { rans } else { 0 }),
+            ],
+        } {
+            let several = least > 1;
+            if sources == 0 {
                 continue;
             }
             let mut args = self.args;
-            args.sources = if case.unfused { FROM_ALL } else { sources };
+            args.sources = sources;
             let mma = several && !case.grouped && case.direct;
             let (launch, job_rows) = if mma {
                 coded_plan::matmul_raw_mma(&limits, case.rows, &self.folds, matrices)
@@ -591,7 +588,7 @@ impl<'a, D: Device> Layer<'a, D> {
             if args.sources != FROM_STREAM {
                 args.scratch = self.scratch();
             }
-            (args.min_tokens, args.max_tokens) = if several { (2, u32::MAX) } else { (0, 1) };
+            (args.min_tokens, args.max_tokens) = (least, if several { u32::MAX } else { 1 });
             let kernel = if mma {
                 Kernel::RawMma
             } else if several {
@@ -602,6 +599,24 @@ impl<'a, D: Device> Layer<'a, D> {
             self.runner.launch(kernel, &launch, &args)?;
         }
         Ok(())
+    }
+
+    /// Most tokens of an expert whose coded matrices are multiplied without decoding them first.
+    fn covered(&self) -> u32 {
+        match (self.case.unfused, self.case.direct) {
+            (true, _) => 0,
+            (false, false) => 1,
+            (false, true) => {
+                let limits = self.runner.0.limits();
+                let most = self.case.tokens.iter().copied().max().unwrap() as u32;
+                // Either symbol's: tables leave room for as many.
+                let plan =
+                    |symbol| coded_plan::matmul_rans_tokens(limits, symbol, &self.folds, most, 1);
+                let (pair, triple) = (plan(Symbol::Pair).unwrap(), plan(Symbol::Triple).unwrap());
+                assert_eq!(pair.2, triple.2);
+                pair.2
+            }
+        }
     }
 
     fn scratch(&self) -> Slice {
@@ -623,7 +638,7 @@ impl<'a, D: Device> Layer<'a, D> {
                 let decoded = match matrix.codec {
                     Codec::Raw => false,
                     Codec::Plane3 => case.unfused || *tokens > 1,
-                    Codec::Rans(_) => case.unfused,
+                    Codec::Rans(_) => *tokens > self.covered(),
                 };
                 if decoded {
                     assert!(

@@ -145,7 +145,7 @@ fn decode_record(
             assert!((1..=rows.div_ceil(codec + 1)).contains(&blocks), "blocks");
             let jobs = blocks * (cols / segment(cols).0);
             offsets.extend((0..=jobs).map(|i| 16 * num(b, at + 4 * i, 4)));
-            assert!(offsets.windows(2).all(|w| w[1] >= w[0] + 384), "offsets");
+            assert!(offsets.windows(2).all(|w| w[1] >= w[0] + 512), "offsets");
             assert_eq!((offsets[0], offsets[jobs]), (0, len), "offsets");
             assert!(len >= rows * cols / 4, "stream length");
             at = skip(b, at + 4 * (jobs + 1), 16);
@@ -210,10 +210,10 @@ fn decode_matrix(
         let (block, seg) = (job / segs, job % segs);
         let b = &stream[offsets[job]..offsets[job + 1]];
         let word = |i: usize| b.get(4 * i..4 * i + 4).map_or(0, |w| num(w, 0, 4) as u64);
-        let mut x: Vec<u64> = (0..32).map(word).collect();
-        let mut window: Vec<u64> = (0..32).map(|l| word(32 + l) << 32 | word(64 + l)).collect();
+        let mut x: Vec<u64> = (0..64).map(word).collect();
+        let mut window: Vec<u64> = (0..32).map(|l| word(64 + l) << 32 | word(96 + l)).collect();
         let mut c = [0u32; 32];
-        let mut next = 96;
+        let mut next = 128;
         assert!(x.iter().all(|x| (low..low << 16).contains(x)), "states");
         for t in block * groups / blocks..(block + 1) * groups / blocks {
             for pair in 0..seg_cols / 64 {
@@ -224,7 +224,8 @@ fn decode_matrix(
                     let mut v = (window[l] << (c[l] % 32)) >> 32;
                     let old = c[l];
                     for k in 0..2 {
-                        let (s, b) = slots[(x[l] % low) as usize];
+                        let x = &mut x[32 * k + l];
+                        let (s, b) = slots[(*x % low) as usize];
                         if *triples {
                             nibbles[3 * t][col + k] = (s % 16) as u8;
                             nibbles[3 * t + 1][col + k] = (s / 16 % 16) as u8;
@@ -233,9 +234,9 @@ fn decode_matrix(
                             nibbles[2 * t + k][col] = (s % 16) as u8;
                             nibbles[2 * t + k][col + 1] = (s / 16) as u8;
                         }
-                        x[l] = f[s] as u64 * (x[l] >> m) + b;
-                        if x[l] < low {
-                            x[l] = x[l] << 16 | v >> 16;
+                        *x = f[s] as u64 * (*x >> m) + b;
+                        if *x < low {
+                            *x = *x << 16 | v >> 16;
                             v = v << 16 & 0xffff_ffff;
                             c[l] += 16;
                         }
@@ -295,7 +296,11 @@ fn the_page_s_example() {
     let digits: Vec<u32> = hex.chars().filter_map(|d| d.to_digit(16)).collect();
     let stream: Vec<u8> = digits.chunks(2).map(|d| (d[0] * 16 + d[1]) as u8).collect();
     let table = (false, vec![16; 256]);
-    let out = decode_matrix(&stream, &[0, 384], 1, 2, 64, &table);
-    let expected: Vec<u8> = (0..32).chain((0xe0..=0xff).rev()).collect();
+    let out = decode_matrix(&stream, &[0, 512], 1, 4, 64, &table);
+    let expected: Vec<u8> = (0..0x20)
+        .chain((0xe0..=0xff).rev())
+        .chain(0x20..0x40)
+        .chain((0xc0..=0xdf).rev())
+        .collect();
     assert_eq!(out, expected);
 }

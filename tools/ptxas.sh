@@ -47,7 +47,8 @@ for pair in sm_80:sm_80 sm_90:sm_90 sm_90:sm_120; do
                 if ($(i+1) == "bytes" && $(i+2) ~ /^smem/) smem = $i
             }
             printf "%-7s %-36s %4d registers %6d B shared %4d B stack %4d B spilled\n", arch, kernel, regs, smem, stack, spill
-            if (spill > 0) bad = 1
+            # Triples need a table of 128 KiB, which no block of sm_120 has: they are never launched there.
+            if (spill > 0 && !(arch == "sm_120" && kernel ~ /_triple$/)) bad = 1
         }
         END { exit bad }' "$log" || { echo "$arch: a kernel spills" >&2; status=1; }
 done

@@ -60,12 +60,12 @@ pub struct MatrixDesc {
 const _: () = assert!(size_of::<MatrixDesc>() == 72);
 
 /// Arguments of the expert kernels: `matmul_raw`, `matmul_raw_tokens`, `matmul_raw_mma`, `matmul_rans_*`,
-/// `matmul_rans_tokens_*`, `matmul_rans_shared_*`, `decode_rans_*`, `matmul_plane3`, `decode_plane3`.
+/// `matmul_rans_tokens_*`, `decode_rans_*`, `matmul_plane3`, `decode_plane3`.
 ///
 /// A launch covers matrices `first .. first + count` (gate and up, or down) of the active experts
 /// `active_begin .. min(active_end, n_active)`; all of them are `[rows, cols]`. A kernel passes over
 /// matrices of a codec that is not its own, and over experts whose number of tokens is not in
-/// `min_tokens ..= max_tokens` (not `decode_rans_*`), so that several launches cover a mixed layer.
+/// `min_tokens ..= max_tokens`, so that several launches cover a mixed layer.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Pod, Zeroable)]
 pub struct ExpertArgs {
@@ -122,8 +122,8 @@ pub struct ExpertArgs {
     pub max_tokens: u32,
     /// 1: a scale for each 64 columns of a row; 0: one a row.
     pub grouped: u32,
-    /// What fits the block's shared memory beside all else: of `matmul_rans_shared_*` tokens'
-    /// activations, of `matmul_rans_tokens_*` those of all tokens of an expert in a segment.
+    /// `matmul_rans_tokens_*`: of how many experts the activations of all tokens in a segment fit the
+    /// block's shared memory beside all else.
     pub stage: u32,
     /// Parts of a segment in `out`. 1, but where a launch of `matmul_plane3`, whose segments are
     /// those parts, fills the same `out`: others leave their results in the first part, and that

@@ -21,7 +21,7 @@ pub const THREADS: u32 = crate::quantise::THREADS;
 /// Flag: scales for each 64 columns; partial sums are f32.
 pub const GROUPED: u32 = 1;
 
-/// Arguments. Grid: `[slots, 1, 1]`, 256 threads, dynamic shared memory `4 * rows` bytes.
+/// Arguments. Grid: `[slots, 1, 1]`, 512 threads, dynamic shared memory `4 * rows` bytes.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
 pub struct ActArgs {
@@ -55,9 +55,9 @@ pub struct ActArgs {
 ///
 /// # Safety
 /// The views must be live and as long as [`ActArgs`] says, and so those of the descriptors.
-#[kernel(threads = 256)]
+#[kernel(threads = 512)]
 pub unsafe fn act_quantise(args: ActArgs) {
-    let scratch = shared_array![u32; 8];
+    let scratch = shared_array![u32; 16];
     let slot = thread::block_idx_x();
     // SAFETY: the caller's: live views, as long as the arguments say.
     let (h, descs, words, token, expert) = unsafe {
@@ -93,19 +93,16 @@ pub unsafe fn act_quantise(args: ActArgs) {
     let mut amax = 0.0f32;
     let mut row = thread::thread_idx_x();
     while row < args.rows {
-        let (g, u) = if args.flags & GROUPED != 0 {
-            (
-                partials.grouped(0, slot, row, activation),
-                partials.grouped(1, slot, row, activation),
-            )
-        } else {
-            // SAFETY: a scale a row.
-            let (a, b) = unsafe { (gate.get(row), up.get(row)) };
-            (
-                partials.by_row(0, slot, row, a, activation),
-                partials.by_row(1, slot, row, b, activation),
-            )
+        let value = |matrix, scales: &Scales| {
+            if args.flags & GROUPED != 0 {
+                partials.grouped(matrix, slot, row, activation)
+            } else {
+                // SAFETY: a scale a row.
+                let scale = unsafe { scales.get(row) };
+                partials.by_row(matrix, slot, row, scale, activation)
+            }
         };
+        let (g, u) = (value(0, &gate), value(1, &up));
         let v = silu(g) * u;
         h.store(row, v);
         amax = if abs(v) > amax { abs(v) } else { amax };

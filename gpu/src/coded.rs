@@ -4,11 +4,11 @@
 //! the block's rows. The plain algorithm, for each lane, is
 //!
 //! ```text
-//! x = states[l]; window = first[l]:second[l]; c = 0
+//! x[0] = states[l]; x[1] = states[32 + l]; window = first[l]:second[l]; c = 0
 //! for each row group, for each column pair:
 //!     v = upper 32 bits of (window << (c mod 32))
-//!     twice: e = table[x mod M]; x = f(e) * (x / M) + b(e)
-//!            if x < M: x = x << 16 | v >> 16; v <<= 16; c += 16
+//!     for k in 0, 1: e = table[x[k] mod M]; x[k] = f(e) * (x[k] / M) + b(e)
+//!                    if x[k] < M: x[k] = x[k] << 16 | v >> 16; v <<= 16; c += 16
 //!     if c / 32 has grown: window = window << 32 | next word of the stream, lanes in ascending order
 //! ```
 //!
@@ -22,7 +22,9 @@
 //!    copies two chunks ahead. A copy of the first chunk stands behind the last, so that reads need
 //!    no wrap; whether a chunk is used up is asked every [`CHECK`] groups, in which at most one
 //!    chunk's words go.
-//! 5. Predicated sequences and the multiply pipe: [`crate::coded_ops`].
+//! 5. A group's two lookups do not depend on each other, and are made at the end of the group before,
+//!    ahead of its vote: the warp waits for both and for the new words at once.
+//! 6. Predicated sequences and the multiply pipe: [`crate::coded_ops`].
 //!
 //! Limits: a block's streams below 16 GiB. Corrupt bytes decode to something, without leaving the
 //! stream's slice: reads are clamped to it; final states other than `M` are counted as faults.
@@ -37,7 +39,7 @@ use cuda_std::{thread, warp};
 use crate::abi::{CODEC_RANS_PAIR, CODEC_RANS_TRIPLE, MatrixDesc};
 use crate::coded_jobs::fault;
 use crate::coded_ops::{renormalise, renormalise_shift, take_word};
-use crate::layout::{LANES, Symbol};
+use crate::layout::{JOB_WORDS, LANES, STATES, Symbol};
 
 /// Chunks of a warp's ring.
 pub const CHUNKS: u32 = 3;
@@ -160,9 +162,10 @@ impl Code for Triple {
     }
 }
 
-/// Copies the table to the start of shared memory, for the whole block of threads.
+/// Starts to copy the table to the start of shared memory, for the whole block of threads, which may
+/// read it after a barrier behind the wait for this copy.
 #[inline(always)]
-pub(crate) fn load_table<C: Code>(table: Slice, shared: Shared<u32>) {
+pub(crate) fn start_table<C: Code>(table: Slice, shared: Shared<u32>) {
     // SAFETY: the table has `C::TABLE` words, which nobody writes.
     let table = unsafe { Global::<u32>::new(table) };
     let mut word = thread::thread_idx_x() * 4;
@@ -171,6 +174,12 @@ pub(crate) fn load_table<C: Code>(table: Slice, shared: Shared<u32>) {
         word += thread::block_dim_x() * 4;
     }
     cp_async_commit();
+}
+
+/// [`start_table`] and what must follow it.
+#[inline(always)]
+pub(crate) fn load_table<C: Code>(table: Slice, shared: Shared<u32>) {
+    start_table::<C>(table, shared);
     cp_async_wait::<0>();
     thread::sync_threads();
 }
@@ -179,22 +188,21 @@ pub(crate) fn load_table<C: Code>(table: Slice, shared: Shared<u32>) {
 pub struct Decoder<C, const EVERY: u32 = CHECK> {
     /// All of the dynamic shared memory; the table comes first.
     shared: Shared<u32>,
-    state: u32,
+    /// Of the groups' first and second lookups.
+    states: [u32; STATES],
+    /// Table entries of their slots, once [`Self::begin`] has been called.
+    entries: [u32; STATES],
     high: u32,
     low: u32,
     count: u32,
-    /// Byte of the next word, in the ring or the copy behind it. The same in all lanes, as are
-    /// `end` and `ring`.
+    /// Byte of the next word, in the ring or the copy behind it. The same in all lanes, as is `end`.
     at: u32,
-    /// End of the oldest chunk.
+    /// End of the oldest chunk; with it goes the start of the ring, [`Self::ring`].
     end: u32,
-    /// Start of the ring.
-    ring: u32,
-    stream: Global<u32>,
-    /// Word of the stream where the lane's part of the next chunk starts.
-    next: u32,
-    /// Last word at which 16 bytes may be read.
-    last: u32,
+    /// The stream from the lane's part of the next chunk on.
+    next: Global<u32>,
+    /// Words from there to the last at which 16 bytes may be read.
+    left: u32,
     below: u32,
     one: u32,
     code: core::marker::PhantomData<C>,
@@ -204,7 +212,8 @@ impl<C: Code, const EVERY: u32> Decoder<C, EVERY> {
     /// Bytes of a chunk: what all lanes take in `EVERY` groups at most.
     const CHUNK: u32 = EVERY * 4 * LANES as u32;
 
-    /// Starts on the job's stream. `ring` is the byte in `shared` of the warp's [`ring`] bytes;
+    /// Starts on the job's stream. `ring` is the byte in `shared` of the warp's [`ring`] bytes, a
+    /// multiple of their number;
     /// `one` a 1 that the compiler does not know. A warp operation.
     ///
     /// `None` (in all lanes) if the matrix has no stream to read from.
@@ -234,21 +243,19 @@ impl<C: Code, const EVERY: u32> Decoder<C, EVERY> {
             let word = start + i * LANES as u32 + lane;
             stream.load_nc(if word < last + 3 { word } else { last + 3 })
         };
-        // Copies of the job before may be under way into the same bytes.
-        cp_async_wait::<0>();
-        warp::sync_warp();
+        let next = start + JOB_WORDS + lane * 4;
+        let next = if next < last { next } else { last };
         let mut decoder = Self {
             shared,
-            state: head(0),
-            high: head(1),
-            low: head(2),
+            states: [head(0), head(1)],
+            entries: [0; STATES],
+            high: head(2),
+            low: head(3),
             count: 0u32.wrapping_sub(32),
             at: ring,
             end: ring + Self::CHUNK,
-            ring,
-            stream,
-            next: start + 3 * LANES as u32 + lane * 4,
-            last,
+            next: stream.at(u64::from(next)),
+            left: last - next,
             below: lanemask_lt(),
             one,
             code: core::marker::PhantomData,
@@ -261,6 +268,12 @@ impl<C: Code, const EVERY: u32> Decoder<C, EVERY> {
         Some(decoder)
     }
 
+    /// Start of the ring, which is aligned to its size.
+    #[inline(always)]
+    fn ring(&self) -> u32 {
+        self.end & !(ring(EVERY) - 1)
+    }
+
     /// Starts the copy of the next chunk to byte `to` (and behind the ring, if it is the first).
     #[inline(always)]
     fn copy(&mut self, to: u32) {
@@ -268,21 +281,22 @@ impl<C: Code, const EVERY: u32> Decoder<C, EVERY> {
         let mut half = 0;
         while half < Self::CHUNK / 512 {
             let word = to / 4 + half * 128 + lane * 4;
-            let from = self.next + half * 128;
-            let from = if from < self.last { from } else { self.last };
-            cp_async_16(self.shared, word, self.stream, from);
-            if to == self.ring {
+            let from = (half * 128).min(self.left);
+            cp_async_16(self.shared, word, self.next, from);
+            if to == self.ring() {
                 cp_async_16(
                     self.shared,
                     word + CHUNKS * Self::CHUNK / 4,
-                    self.stream,
+                    self.next,
                     from,
                 );
             }
             half += 1;
         }
         cp_async_commit();
-        self.next += Self::CHUNK / 4;
+        let step = (Self::CHUNK / 4).min(self.left);
+        self.next = self.next.at(u64::from(step));
+        self.left -= step;
     }
 
     /// Refills the ring if its oldest chunk is used up. To be called after at most `EVERY` groups;
@@ -294,38 +308,45 @@ impl<C: Code, const EVERY: u32> Decoder<C, EVERY> {
             self.copy(self.end - Self::CHUNK);
             cp_async_wait::<{ CHUNKS - 2 }>();
             warp::sync_warp();
-            if self.end == self.ring + CHUNKS * Self::CHUNK {
+            if self.end == self.ring() + CHUNKS * Self::CHUNK {
                 self.at -= CHUNKS * Self::CHUNK;
-                self.end = self.ring + Self::CHUNK;
+                self.end -= (CHUNKS - 1) * Self::CHUNK;
             } else {
                 self.end += Self::CHUNK;
             }
         }
     }
 
-    /// Table entry of the state's slot.
+    /// Table entry of a state's slot.
     #[inline(always)]
-    fn lookup(&self) -> u32 {
+    fn lookup(&self, state: u32) -> u32 {
         self.shared
-            .load_at_byte((self.state << 2) & ((C::TABLE - 1) << 2))
+            .load_at_byte((state << 2) & ((C::TABLE - 1) << 2))
     }
 
     /// The state after an entry, before renormalisation.
     #[inline(always)]
-    fn advance(&self, entry: u32) -> u32 {
-        dp2a_lo_u32_u32((self.state >> C::BITS) + 0x10000, entry, 0)
+    fn advance(state: u32, entry: u32) -> u32 {
+        dp2a_lo_u32_u32((state >> C::BITS) + 0x10000, entry, 0)
+    }
+
+    /// Makes the first lookups; before the first group, when the table is there.
+    #[inline(always)]
+    pub(crate) fn begin(&mut self) {
+        self.entries = self.states.map(|state| self.lookup(state));
     }
 
     /// The next group's two table entries. A warp operation.
     #[inline(always)]
     pub(crate) fn group(&mut self) -> (u32, u32) {
         let mut window = shf_l_wrap(self.low, self.high, self.count);
-        let first = self.lookup();
-        self.state = self.advance(first);
-        C::renormalise_shift(&mut self.state, &mut window, &mut self.count, self.one);
-        let second = self.lookup();
-        self.state = self.advance(second);
-        C::renormalise(&mut self.state, window, &mut self.count, self.one);
+        let [first, second] = self.entries;
+        let mut a = Self::advance(self.states[0], first);
+        let mut b = Self::advance(self.states[1], second);
+        C::renormalise_shift(&mut a, &mut window, &mut self.count, self.one);
+        C::renormalise(&mut b, window, &mut self.count, self.one);
+        self.states = [a, b];
+        self.entries = [self.lookup(a), self.lookup(b)];
         // From -32 or -16: at least 0 when a word's end is passed.
         let need = self.count < 32;
         let needy = warp::ballot(need);
@@ -343,10 +364,12 @@ impl<C: Code, const EVERY: u32> Decoder<C, EVERY> {
         (first, second)
     }
 
-    /// After a job's last group: counts a fault if a lane does not end in the state where encoders
-    /// start. A warp operation.
+    /// After a job's last group: counts a fault if a lane does not end in the states where encoders
+    /// start, and leaves the ring to the next job. A warp operation.
     #[inline(always)]
     pub(crate) fn close(self, faults: Slice) {
-        fault(warp::any(self.state != C::TABLE), faults);
+        cp_async_wait::<0>();
+        warp::sync_warp();
+        fault(warp::any(self.states != [C::TABLE; STATES]), faults);
     }
 }

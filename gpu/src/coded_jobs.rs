@@ -197,14 +197,20 @@ pub(crate) fn scale_at(desc: &MatrixDesc, index: u32) -> f32 {
     }
 }
 
-/// Stores the partial result of a row of a slot, for a matrix and segment, to the
-/// first part of the segment.
+/// Where in `out` the partial results of a slot's rows start, for a job's matrix and segment: the first
+/// part of the segment.
 ///
-/// By a 32-bit index, which takes fewer registers than the address of a slot's rows.
+/// A 32-bit index, which takes fewer registers than the address.
+#[inline(always)]
+pub(crate) fn out_index(args: &ExpertArgs, job: &Job, slot: u32) -> u32 {
+    let segment = (job.matrix * args.segs + job.seg) * args.split;
+    (segment * args.slots + slot) * args.rows
+}
+
+/// Stores the partial result of a row of a slot, for a matrix and segment.
 #[inline(always)]
 pub(crate) fn store_out(args: &ExpertArgs, job: &Job, slot: u32, row: u32, value: u32) {
-    let segment = (job.matrix * args.segs + job.seg) * args.split;
-    let index = (segment * args.slots + slot) * args.rows + row;
+    let index = out_index(args, job, slot) + row;
     // SAFETY: `out` holds `count * segs * split * slots * rows` words; each is written by one lane.
     unsafe { GlobalMut::<u32>::new(args.out) }.store(index, value);
 }
@@ -229,16 +235,10 @@ pub(crate) fn group_scales<C: Code>(
     scales
 }
 
-/// Stores the results of the rows of a row group that starts at `row`; `values` is the same in all
-/// lanes.
+/// Stores the results of the rows of a row group that starts at `row`, from [`out_index`] on; `values` is
+/// the same in all lanes.
 #[inline(always)]
-pub(crate) fn store_group<C: Code>(
-    args: &ExpertArgs,
-    job: &Job,
-    slot: u32,
-    row: u32,
-    values: [u32; 3],
-) {
+pub(crate) fn store_group<C: Code>(args: &ExpertArgs, out: u32, row: u32, values: [u32; 3]) {
     let lane = warp::lane_id();
     let value = match lane {
         0 => values[0],
@@ -246,7 +246,8 @@ pub(crate) fn store_group<C: Code>(
         _ => values[2],
     };
     if lane < C::HEIGHT && row + lane < args.rows {
-        store_out(args, job, slot, row + lane, value);
+        // SAFETY: as in `store_out`.
+        unsafe { GlobalMut::<u32>::new(args.out) }.store(out + row + lane, value);
     }
 }
 

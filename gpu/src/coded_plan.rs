@@ -5,8 +5,8 @@ use crate::launch::{DeviceLimits, Launch};
 use crate::layout::{Folds, Symbol};
 use crate::plane3::Layout;
 use crate::{
-    decode_plane3, decode_rans, matmul_plane3, matmul_rans, matmul_rans_shared, matmul_rans_tokens,
-    matmul_raw, matmul_raw_mma,
+    decode_plane3, decode_rans, matmul_plane3, matmul_rans, matmul_rans_tokens, matmul_raw,
+    matmul_raw_mma,
 };
 
 /// A device that a kernel does not fit.
@@ -144,47 +144,6 @@ pub fn matmul_rans_tokens(
     Ok((launch, stage, tokens))
 }
 
-/// `matmul_rans_shared_*`: the launch and [`crate::abi::ExpertArgs::stage`]. `tokens` is the largest
-/// number of tokens of an expert, `jobs` as in [`mod@matmul_rans`].
-///
-/// Of 8, 4, 2 and 1 staged tokens the most that leave room for 8 warps, else those that leave room
-/// for most.
-pub fn matmul_rans_shared(
-    limits: &DeviceLimits,
-    symbol: Symbol,
-    folds: &Folds,
-    tokens: u32,
-    jobs: u64,
-) -> Result<(Launch, u32), DoesNotFit> {
-    let pairs = folds.pairs() as u32;
-    let warp = matmul_rans_shared::warp_bytes(pairs);
-    let most = matmul_rans_shared::THREADS / 32;
-    let mut best = None;
-    let mut stage = tokens.clamp(1, 8).next_power_of_two();
-    loop {
-        let head = table_bytes(symbol) + stage * matmul_rans_shared::token_bytes(pairs);
-        let room = limits.shared_per_block.saturating_sub(head) / warp;
-        if room > 0 && best.is_none_or(|(warps, _, _)| room > warps) {
-            best = Some((room.min(most), stage, head));
-        }
-        if room >= 8 || stage == 1 {
-            break;
-        }
-        stage /= 2;
-    }
-    let Some((warps, stage, head)) = best else {
-        return Err(DoesNotFit {
-            symbol,
-            needed: table_bytes(symbol) + matmul_rans_shared::token_bytes(pairs) + warp,
-            available: limits.shared_per_block,
-        });
-    };
-    // A block takes `warps` neighbouring jobs of a segment.
-    let grid = jobs.min(u64::from(limits.sms)) as u32;
-    let launch = Launch::new([grid, 1, 1], warps * 32).shared(head + warps * warp);
-    Ok((launch, stage))
-}
-
 /// `matmul_plane3`, `matmul_plane3_half` or `matmul_plane3_narrow`, by the layout's strips: as many
 /// blocks as are resident at once. `matrices` is the number of (expert, matrix) at most.
 pub fn matmul_plane3(limits: &DeviceLimits, layout: &Layout, matrices: u64) -> Launch {
@@ -289,9 +248,6 @@ mod tests {
         assert_eq!(launch.grid, [132, 1, 1]);
         assert_eq!(launch.threads, 768);
         assert_eq!(launch.shared, (128 << 10) + 24 * 4096);
-        let (launch, stage) = matmul_rans_shared(&H200, Symbol::Triple, &folds, 33, 3072).unwrap();
-        assert_eq!((launch.threads, stage), (256, 8));
-        assert!(launch.shared <= H200.shared_per_block);
         // 2,064 jobs are 15.6 a multiprocessor.
         let direct = |tokens| matmul_rans_tokens(&H200, Symbol::Triple, &folds, tokens, 2064);
         let (launch, stage, most) = direct(33).unwrap();
@@ -323,7 +279,7 @@ mod tests {
         assert!(error.needed > 128 << 10);
         assert!(error.to_string().contains("--symbols pair"), "{error}");
         assert!(decode_rans(&RTX_5090, Symbol::Triple, 100).is_err());
-        assert!(matmul_rans_shared(&RTX_5090, Symbol::Triple, &folds, 2, 100).is_err());
+        assert!(matmul_rans_tokens(&RTX_5090, Symbol::Triple, &folds, 2, 100).is_err());
         let launch = matmul_rans(&RTX_5090, Symbol::Pair, &folds, 10_000).unwrap();
         assert_eq!((launch.grid[0], launch.threads), (170, 512));
     }
@@ -335,13 +291,8 @@ mod tests {
                 let folds = Folds::new(cols).unwrap();
                 for symbol in [Symbol::Pair, Symbol::Triple] {
                     for tokens in [1, 2, 7, 8, 33] {
-                        let shared = matmul_rans_shared(&limits, symbol, &folds, tokens, 500);
-                        if let Ok((launch, stage)) = shared {
-                            assert!(launch.shared <= limits.shared_per_block);
-                            assert!(launch.threads >= 32 && (1..=8).contains(&stage));
-                        }
                         let direct = matmul_rans_tokens(&limits, symbol, &folds, tokens, 500);
-                        assert_eq!(direct.is_ok(), shared.is_ok());
+                        assert_eq!(direct.is_ok(), decode_rans(&limits, symbol, 500).is_ok());
                         if let Ok((launch, stage, most)) = direct {
                             assert!(launch.shared <= limits.shared_per_block);
                             assert!(launch.threads >= 128 && (1..=8).contains(&stage));

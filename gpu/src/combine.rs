@@ -4,11 +4,12 @@
 //! `y` from the partial sums of down (`row_scale * (s * dot)`, or `s * sum` of g64), or, for slots
 //! past those of the partial sums, as somebody else has computed it.
 //!
-//! One thread an output; the grid's y is the token.
+//! A block computes 32 rows of a token: warp `w` the outputs of assignments `w`, `w + 8`, ..., eight at a
+//! time, so that their loads are under way together; the first warp then adds them, in their order.
 
 use bytemuck::{Pod, Zeroable};
 use cuda_std::mem::{Global, GlobalMut, Slice};
-use cuda_std::{kernel, thread};
+use cuda_std::{kernel, shared_array, thread, warp};
 
 use crate::abi::MatrixDesc;
 use crate::act::GROUPED;
@@ -18,7 +19,12 @@ use crate::partials::{Partials, Scales};
 /// Threads of a block.
 pub const THREADS: u32 = 256;
 
-/// Arguments. Grid: `[ceil(rows / 256), tokens, 1]`, 256 threads.
+/// Rows of a block.
+pub const ROWS: u32 = 32;
+
+const WARPS: u32 = THREADS / 32;
+
+/// Arguments. Grid: `[ceil(rows / 32), tokens, 1]`, 256 threads.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
 pub struct CombineArgs {
@@ -58,11 +64,12 @@ pub struct CombineArgs {
 /// The views must be live and as long as [`CombineArgs`] says, and so those of the descriptors.
 #[kernel(threads = 256)]
 pub unsafe fn combine(args: CombineArgs) {
+    let outputs = shared_array![f32; 256];
+    let factors = shared_array![f32; 8];
+    let present = shared_array![u32; 8];
+    let (lane, warp) = (warp::lane_id(), warp::warp_id());
     let token = thread::block_idx_y();
-    let row = thread::block_idx_x() * THREADS + thread::thread_idx_x();
-    if row >= args.rows {
-        return;
-    }
+    let row = thread::block_idx_x() * ROWS + lane;
     // SAFETY: the caller's: live views, as long as the arguments say.
     let (descs, words, slot_expert, slot_of) = unsafe {
         (
@@ -88,26 +95,47 @@ pub unsafe fn combine(args: CombineArgs) {
         rows: args.rows,
     };
     let mut acc = 0.0;
-    for i in token * args.k..(token + 1) * args.k {
-        let slot = slot_of.load(i);
-        let y = if slot < args.slots {
+    let mut first = 0;
+    while first < args.k {
+        let i = first + warp;
+        // An id that is no expert has no slot ([`crate::group`]) and adds nothing.
+        let mut slot = u32::MAX;
+        if i < args.k {
+            slot = slot_of.load(token * args.k + i);
+        }
+        let adds = slot < args.slots;
+        if adds && row < args.rows {
             let activation = scales.load(slot);
             if args.flags & GROUPED != 0 {
                 partials.grouped(0, slot, row, activation)
             } else {
+                let activation = scales.load(slot);
                 let down = Scales::of(descs, 3 * slot_expert.load(slot) + 2);
                 // SAFETY: a scale a row.
                 partials.by_row(0, slot, row, unsafe { down.get(row) }, activation)
+            };
+            outputs.store(warp * ROWS + lane, y);
+        }
+        if lane == 0 {
+            present.store(warp, u32::from(adds));
+            if adds {
+                factors.store(warp, weights.load(token * args.k + i));
             }
-        } else {
-            // An id that is no expert has no slot ([`crate::group`]).
-            let at = u64::from(slot - args.slots) * u64::from(args.rows) + u64::from(row);
-            if at >= args.given.len {
-                continue;
+        }
+        thread::sync_threads();
+        if warp == 0 && row < args.rows {
+            let mut j = 0;
+            while j < WARPS {
+                if present.load(j) != 0 {
+                    acc = fma(factors.load(j), outputs.load(j * ROWS + lane), acc);
+                }
+                j += 1;
             }
-            given.load(at as u32)
-        };
-        acc = fma(weights.load(i), y, acc);
+        }
+        thread::sync_threads();
+        first += WARPS;
     }
-    out.store(token * args.out_stride + row, acc);
+    if warp == 0 && row < args.rows {
+        out.store(token * args.out_stride + row, acc);
+    }
 }

@@ -9,17 +9,20 @@
 //!    `matmul_rans_*` with the weights 1, 16, 256 and 4096.
 //! 3. A lane's neighbouring columns are stored 32, 16 or 8 at a time where a fold gives it as many,
 //!    else byte by byte.
+//! 4. Where a fold gives it 64, neighbouring lanes exchange halves so that each store fills sectors of
+//!    32 bytes.
+//! 5. The table is copied, and the first job opened, while the kernel before still runs.
 //!
 //! Shared memory: table, then the ring of each warp.
 
 use cuda_std::intrinsics::mad_lo;
-use cuda_std::mem::GlobalMut;
+use cuda_std::mem::{GlobalMut, cp_async_wait};
 use cuda_std::shared::Shared;
-use cuda_std::{kernel, thread, warp};
+use cuda_std::{grid, kernel, thread, warp};
 
 pub use crate::abi::ExpertArgs;
 
-use crate::coded::{CHECK, Code, Decoder, Pair, RING, Triple, load_table, unroll};
+use crate::coded::{CHECK, Code, Decoder, Pair, RING, Triple, start_table, unroll};
 use crate::coded_jobs::{active_count, fault, job, row_groups};
 use crate::layout::LANES;
 
@@ -36,7 +39,7 @@ pub const fn warp_bytes() -> u32 {
 /// # Safety
 /// The arrays of `args` are as [`ExpertArgs`] says and live; dynamic shared memory is as the module
 /// says.
-#[kernel(threads = 768, min_blocks = 1)]
+#[kernel(threads = 768, min_blocks = 1, prologue)]
 pub unsafe fn decode_rans_pair(args: ExpertArgs) {
     // SAFETY: the caller's promise.
     unsafe { decode::<Pair>(&args) }
@@ -46,7 +49,7 @@ pub unsafe fn decode_rans_pair(args: ExpertArgs) {
 ///
 /// # Safety
 /// As [`decode_rans_pair()`].
-#[kernel(threads = 768, min_blocks = 1)]
+#[kernel(threads = 768, min_blocks = 1, prologue)]
 pub unsafe fn decode_rans_triple(args: ExpertArgs) {
     // SAFETY: the caller's promise.
     unsafe { decode::<Triple>(&args) }
@@ -60,15 +63,20 @@ unsafe fn decode<C: Code>(args: &ExpertArgs) {
     let warps = thread::block_dim_x() / LANES as u32;
     // SAFETY: the launch has that much.
     let shared = unsafe { Shared::<u32>::dynamic(0, C::TABLE + warps * (RING / 4)) };
-    load_table::<C>(args.table, shared);
+    start_table::<C>(args.table, shared);
     let ring = C::TABLE * 4 + warp * RING;
     let one = args.count.min(1);
     let jobs = active_count(args) * args.count * args.blocks * args.segs;
     let mut number = warp * thread::grid_dim_x() + thread::block_idx_x();
+    let mut waits = true;
     while number < jobs {
         let (job, desc) = job(args, number, args.blocks);
         number += warps * thread::grid_dim_x();
-        if desc.codec != C::CODEC || job.block >= desc.n_blocks {
+        let ours = desc.codec == C::CODEC
+            && job.block < desc.n_blocks
+            && job.tokens >= args.min_tokens
+            && job.tokens <= args.max_tokens;
+        if !ours {
             continue;
         }
         let index = job.block * args.segs + job.seg;
@@ -76,19 +84,33 @@ unsafe fn decode<C: Code>(args: &ExpertArgs) {
             fault(true, args.faults);
             continue;
         };
+        if waits {
+            // What `open` has waited for includes the table, which was copied before.
+            thread::sync_threads();
+            waits = false;
+        }
+        decoder.begin();
+        // What is read up to here, no kernel in flight writes; `scratch` may be read by one.
+        grid::wait();
         let words = u64::from(args.rows) * u64::from(args.cols / 8);
         let place = u64::from(job.active * args.count + job.matrix) * words;
         // SAFETY: the matrix' place; a job writes its own rows and columns of it.
         let scratch = unsafe { GlobalMut::<u32>::new(args.scratch.part::<u32>(place, words)) };
         let (first, end) = row_groups::<C>(args, &desc, job.block);
         match args.fold {
-            2048 | 1024 => rows::<C, 4>(args, &mut decoder, scratch, job.seg, first, end),
+            2048 => rows::<C, 8>(args, &mut decoder, scratch, job.seg, first, end),
+            1024 => rows::<C, 4>(args, &mut decoder, scratch, job.seg, first, end),
             512 => rows::<C, 2>(args, &mut decoder, scratch, job.seg, first, end),
             256 => rows::<C, 1>(args, &mut decoder, scratch, job.seg, first, end),
             _ => rows_by_byte(args, &mut decoder, scratch, job.seg, first, end),
         }
         decoder.close(args.faults);
     }
+    if waits {
+        cp_async_wait::<0>();
+        thread::sync_threads();
+    }
+    grid::wait();
 }
 
 /// Four columns of each row of a group, packed.
@@ -102,7 +124,7 @@ fn half<C: Code>(decoder: &mut Decoder<C>) -> [u32; 3] {
     C::rows(sums).map(|s| s as u32)
 }
 
-/// Row groups `t..end`, W words of 8 columns at a time.
+/// Row groups `t..end` where a fold gives a lane W words of 8 columns.
 #[inline(always)]
 fn rows<C: Code, const W: usize>(
     args: &ExpertArgs,
@@ -112,44 +134,56 @@ fn rows<C: Code, const W: usize>(
     mut t: u32,
     end: u32,
 ) {
-    let lane_words = args.fold / (8 * LANES as u32);
+    let lane = warp::lane_id();
     while t < end {
         let mut round = 0;
         while round < args.rounds {
-            let first =
-                (seg * args.rounds + round) * (args.fold / 8) + warp::lane_id() * lane_words;
-            let mut word = 0;
-            while word < lane_words {
-                let mut packed = [[0u32; 4]; 3];
-                unroll!(I in [0 1 2 3] {
-                    if I < W {
-                        let low = half::<C>(decoder);
-                        let high = half::<C>(decoder);
-                        unroll!(R in [0 1 2] {
-                            packed[R][I] = mad_lo(high[R], 1 << 16, low[R]);
-                        });
-                        if I % 2 == 1 || W == 1 {
-                            decoder.refill();
-                        }
+            let first = (seg * args.rounds + round) * (args.fold / 8) + lane * W as u32;
+            let mut packed = [[0u32; 8]; 3];
+            unroll!(I in [0 1 2 3 4 5 6 7] {
+                if I < W {
+                    let low = half::<C>(decoder);
+                    let high = half::<C>(decoder);
+                    unroll!(R in [0 1 2] {
+                        packed[R][I] = mad_lo(high[R], 1 << 16, low[R]);
+                    });
+                    if I % 2 == 1 || W == 1 {
+                        decoder.refill();
                     }
-                });
-                unroll!(R in [0 1 2] {
-                    let row = t * C::HEIGHT + R as u32;
-                    if R < C::HEIGHT as usize && row < args.rows {
-                        let at = row * (args.cols / 8) + first + word;
-                        match W {
-                            4 => scratch.store_v4(at, packed[R]),
-                            2 => scratch.store_v2(at, [packed[R][0], packed[R][1]]),
-                            _ => scratch.store(at, packed[R][0]),
-                        }
+                }
+            });
+            unroll!(R in [0 1 2] {
+                let row = t * C::HEIGHT + R as u32;
+                if R < C::HEIGHT as usize && row < args.rows {
+                    let at = row * (args.cols / 8) + first;
+                    let [a, b, c, d, e, f, g, h] = packed[R];
+                    match W {
+                        8 => store_sectors(scratch, at, [a, b, c, d], [e, f, g, h]),
+                        4 => scratch.store_v4(at, [a, b, c, d]),
+                        2 => scratch.store_v2(at, [a, b]),
+                        _ => scratch.store(at, a),
                     }
-                });
-                word += W as u32;
-            }
+                }
+            });
             round += 1;
         }
         t += 1;
     }
+}
+
+/// Stores a lane's 8 words at `at`: with each store, a pair of lanes fills the 32 bytes of one of them,
+/// since memory takes a half filled sector at the cost of a full one. A warp operation.
+#[inline(always)]
+fn store_sectors(scratch: GlobalMut<u32>, at: u32, low: [u32; 4], high: [u32; 4]) {
+    let odd = warp::lane_id() & 1 == 1;
+    let mut given = [0; 4];
+    unroll!(I in [0 1 2 3] {
+        given[I] = warp::shuffle_xor_u32(if odd { low[I] } else { high[I] }, 1);
+    });
+    let half = if odd { 4 } else { 0 };
+    let even_lane = if odd { at - 8 } else { at };
+    scratch.store_v4(even_lane + half, if odd { given } else { low });
+    scratch.store_v4(even_lane + 8 + half, if odd { high } else { given });
 }
 
 /// Row groups `t..end` where a fold gives a lane less than 8 columns.

@@ -15,6 +15,13 @@ use crate::arith::GROUP;
 /// Lanes of a warp.
 pub const LANES: usize = 32;
 
+/// rANS states of a lane: one for the first lookup of its groups, one for the second. They share the
+/// lane's words, and neither waits for the other's lookup.
+pub const STATES: usize = 2;
+
+/// Words that every rANS job has: states, first and second words of each lane.
+pub const JOB_WORDS: u32 = ((STATES + 2) * LANES) as u32;
+
 /// Largest number of columns: `8 * 32512 * 8192 < 2^31` keeps an int32 dot product exact.
 pub const MAX_COLS: usize = 8192;
 
@@ -157,7 +164,9 @@ pub struct Blocks {
     pub blocks: usize,
 }
 
-/// Nibbles that a block has at most, roughly, when [`Blocks::new`] chooses: 48 rows of 2,048.
+/// Nibbles of a block, roughly, when [`Blocks::new`] chooses: 48 rows of 2,048. Of matrices with a single
+/// segment half as many: such are the down matrices, of which a launch has half as many as of gate and
+/// up, and a job is a latency that it takes many to hide.
 pub const BLOCK_NIBBLES: usize = 98_304;
 
 impl Blocks {
@@ -167,7 +176,12 @@ impl Blocks {
             return None;
         };
         let nibbles = rows * folds.seg_cols();
-        let blocks = (nibbles + BLOCK_NIBBLES / 2) / BLOCK_NIBBLES;
+        let block = if folds.segs() == 1 {
+            BLOCK_NIBBLES / 2
+        } else {
+            BLOCK_NIBBLES
+        };
+        let blocks = (nibbles + block / 2) / block;
         Self::with_blocks(rows, folds, symbol, if blocks == 0 { 1 } else { blocks })
     }
 

@@ -38,7 +38,6 @@ pub mod layout;
 pub mod linear;
 pub mod matmul_plane3;
 pub mod matmul_rans;
-pub mod matmul_rans_shared;
 pub mod matmul_rans_tokens;
 pub mod matmul_raw;
 pub mod matmul_raw_mma;

@@ -14,24 +14,26 @@
 //! 2. A lane's activations stay in registers for the job where a lane has 32, 24 or 16 column pairs;
 //!    the groups of a row are unrolled for that. Other widths keep them in shared memory, behind the
 //!    warp's ring.
-//! 3. Nibbles are unsigned; `8 * sum(X)` is taken off at the end. Integer sums wrap on the way and
+//! 3. The table is copied while a warp opens its first job, and both while the kernel before still
+//!    runs: descriptors, active experts, tables and streams are there before it starts.
+//! 4. Nibbles are unsigned; `8 * sum(X)` is taken off at the end. Integer sums wrap on the way and
 //!    are exact at the end (`crate::layout::MAX_COLS`).
 //!
-//! Shared memory, in this order: table, then for each warp its ring and, for other widths than
-//! those of 2., `pairs * 128` bytes of activations. Threads of a block: any number of warps that
+//! Shared memory, in this order: table; the ring of each warp; for other widths than those of 2.,
+//! `pairs * 128` bytes of activations for each warp. Threads of a block: any number of warps that
 //! this leaves room for.
 
-use cuda_std::mem::Global;
+use cuda_std::mem::{Global, cp_async_wait};
 use cuda_std::shared::Shared;
-use cuda_std::{kernel, thread, warp};
+use cuda_std::{grid, kernel, thread, warp};
 
 pub use crate::abi::ExpertArgs;
 
 use crate::abi::MatrixDesc;
-use crate::coded::{CHECK, Code, Decoder, Pair, RING, Triple, load_table, unroll};
+use crate::coded::{CHECK, Code, Decoder, Pair, RING, Triple, start_table, unroll};
 use crate::coded_jobs::{
-    Fold, Job, active_count, fault, group_scales, input_row, job, lane_gsum, lane_word, row_groups,
-    store_group,
+    Fold, active_count, fault, group_scales, input_row, job, lane_gsum, lane_word, out_index,
+    row_groups, store_group,
 };
 use crate::layout::{LANES, Symbol};
 
@@ -63,7 +65,7 @@ pub const fn warp_bytes(pairs: u32) -> u32 {
 /// # Safety
 /// The arrays of `args` are as [`ExpertArgs`] says and live; dynamic shared memory is as the module
 /// says.
-#[kernel(threads = 512, min_blocks = 1)]
+#[kernel(threads = 512, min_blocks = 1, prologue)]
 pub unsafe fn matmul_rans_pair(args: ExpertArgs) {
     // SAFETY: the caller's promise.
     unsafe { matmul::<Pair>(&args) }
@@ -73,7 +75,7 @@ pub unsafe fn matmul_rans_pair(args: ExpertArgs) {
 ///
 /// # Safety
 /// As [`matmul_rans_pair()`].
-#[kernel(threads = 768, min_blocks = 1)]
+#[kernel(threads = 768, min_blocks = 1, prologue)]
 pub unsafe fn matmul_rans_triple(args: ExpertArgs) {
     // SAFETY: the caller's promise.
     unsafe { matmul::<Triple>(&args) }
@@ -83,7 +85,11 @@ pub unsafe fn matmul_rans_triple(args: ExpertArgs) {
 struct Work<'a> {
     args: &'a ExpertArgs,
     desc: &'a MatrixDesc,
-    job: Job,
+    /// Where the results of the token start.
+    out: u32,
+    /// Segment and block.
+    seg: u32,
+    block: u32,
     /// Row scales: 8 times the sum of the segment's activations.
     offset: i32,
     /// Sums of activations of a group, of the token.
@@ -100,13 +106,14 @@ unsafe fn matmul<C: Code>(args: &ExpertArgs) {
     let bytes = C::TABLE * 4 + warps * warp_bytes(pairs);
     // SAFETY: the launch has that much.
     let shared = unsafe { Shared::<u32>::dynamic(0, bytes / 4) };
-    load_table::<C>(args.table, shared);
+    start_table::<C>(args.table, shared);
 
-    let ring = C::TABLE * 4 + warp * warp_bytes(pairs);
     let one = args.count.min(1);
-    let jobs = active_count(args) * args.count * args.blocks * args.segs;
+    // Computed anew for each job: kept, it would be a register too many.
+    let jobs = || active_count(args) * args.count * args.blocks * args.segs;
     let mut number = warp * thread::grid_dim_x() + thread::block_idx_x();
-    while number < jobs {
+    let mut waits = true;
+    while number < jobs() {
         let (job, desc) = job(args, number, args.blocks);
         number += warps * thread::grid_dim_x();
         let ours = desc.codec == C::CODEC
@@ -118,15 +125,28 @@ unsafe fn matmul<C: Code>(args: &ExpertArgs) {
             continue;
         }
         let index = job.block * args.segs + job.seg;
+        // 0, but of the job: addresses made with it are not kept in registers from job to job.
+        let none = index >> 31;
+        let ring = C::TABLE * 4 + (warp + none) * RING;
         let Some(mut decoder) = Decoder::<C>::open(shared, ring, &desc, index, one) else {
             fault(true, args.faults);
             continue;
         };
+        if waits {
+            // What `open` has waited for includes the table, which was copied before.
+            thread::sync_threads();
+            waits = false;
+        }
+        decoder.begin();
+        // What is read up to here, no kernel in flight writes.
+        grid::wait();
         let (x, gsum) = input_row(args, job.slot);
         let work = Work {
             args,
             desc: &desc,
-            job,
+            out: out_index(args, &job, job.slot),
+            seg: job.seg,
+            block: job.block,
             offset: warp::reduce_add_i32(lane_gsum(args, gsum, job.seg)).wrapping_mul(8),
             gsum,
         };
@@ -134,10 +154,24 @@ unsafe fn matmul<C: Code>(args: &ExpertArgs) {
             32 => rows_in_registers::<C, 32>(&work, &mut decoder, x),
             24 => rows_in_registers::<C, 24>(&work, &mut decoder, x),
             16 => rows_in_registers::<C, 16>(&work, &mut decoder, x),
-            _ => rows_in_shared(&work, &mut decoder, x, shared, ring + RING),
+            _ => {
+                let at = C::TABLE * 4 + warps * RING + warp * (warp_bytes(pairs) - RING);
+                rows_in_shared(
+                    &work,
+                    &mut decoder,
+                    x,
+                    shared,
+                    at + 4 * (warp::lane_id() + none),
+                );
+            }
         }
         decoder.close(args.faults);
     }
+    if waits {
+        cp_async_wait::<0>();
+        thread::sync_threads();
+    }
+    grid::wait();
 }
 
 impl Work<'_> {
@@ -165,7 +199,7 @@ impl Work<'_> {
     /// Stores the results of the rows of a group from `row` on.
     #[inline(always)]
     fn store<C: Code>(&self, row: u32, values: [u32; 3]) {
-        store_group::<C>(self.args, &self.job, self.job.slot, row, values);
+        store_group::<C>(self.args, self.out, row, values);
     }
 
     /// Stores the dot products of the rows of a group.
@@ -196,7 +230,7 @@ fn rows_in_registers<C: Code, const P: usize>(
         if 4 * I < P {
             let round = if P == 24 { I / 2 } else { 0 };
             let within = if P == 24 { I % 2 } else { I };
-            let word = lane_word(args, work.job.seg, round as u32, lane) + 4 * within as u32;
+            let word = lane_word(args, work.seg, round as u32, lane) + 4 * within as u32;
             let words = input.load_v4_nc(word);
             x[4 * I] = words[0];
             x[4 * I + 1] = words[1];
@@ -204,7 +238,7 @@ fn rows_in_registers<C: Code, const P: usize>(
             x[4 * I + 3] = words[3];
         }
     });
-    let (mut t, end) = row_groups::<C>(args, work.desc, work.job.block);
+    let (mut t, end) = row_groups::<C>(args, work.desc, work.block);
     while t < end {
         let row = t * C::HEIGHT;
         let mut sums = [0i32; 3];
@@ -221,7 +255,7 @@ fn rows_in_registers<C: Code, const P: usize>(
                     let round = if P == 24 { Q as u32 } else { 0 };
                     // The fold's groups are constants here, which leaves nothing to keep for it.
                     let groups = if P == 16 { 16 } else if P == 24 { 8 } else { 32 };
-                    let fold = Fold::with_groups(args, work.job.seg, lane, groups);
+                    let fold = Fold::with_groups(args, work.seg, lane, groups);
                     work.fold_round::<C>(&fold, row, sums, round, &mut totals);
                     sums = [0; 3];
                 }
@@ -236,8 +270,8 @@ fn rows_in_registers<C: Code, const P: usize>(
     }
 }
 
-/// The job's rows for any number of column pairs, activations in shared memory from byte `at` on,
-/// pair by pair a word for each lane.
+/// The job's rows for any number of column pairs, activations in shared memory, pair by pair a word for
+/// each lane; the lane's first at byte `at`.
 #[inline(always)]
 fn rows_in_shared<C: Code>(
     work: &Work<'_>,
@@ -251,23 +285,23 @@ fn rows_in_shared<C: Code>(
     let per_round = args.fold / (2 * LANES as u32);
     let mut round = 0;
     while round < args.rounds {
-        let word = lane_word(args, work.job.seg, round, lane);
+        let word = lane_word(args, work.seg, round, lane);
         let mut pair = 0;
         while pair < per_round {
-            let to = at / 4 + (round * per_round + pair) * LANES as u32 + lane;
+            let to = at / 4 + (round * per_round + pair) * LANES as u32;
             shared.store(to, input.load_nc(word + pair));
             pair += 1;
         }
         round += 1;
     }
-    let fold = Fold::new(args, work.job.seg, lane);
+    let fold = Fold::new(args, work.seg, lane);
     // Each lane reads back what it stored itself.
-    let (mut t, end) = row_groups::<C>(args, work.desc, work.job.block);
+    let (mut t, end) = row_groups::<C>(args, work.desc, work.block);
     while t < end {
         let row = t * C::HEIGHT;
         let mut sums = [0i32; 3];
         let mut totals = [0f32; 3];
-        let mut word = at / 4 + lane;
+        let mut word = at / 4;
         let mut round = 0;
         while round < args.rounds {
             let mut pair = 0;

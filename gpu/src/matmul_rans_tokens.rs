@@ -95,11 +95,12 @@ unsafe fn matmul<C: Code>(args: &ExpertArgs) {
     let plan = Plan {
         args,
         shared,
+        sets: C::TABLE + warps * WARP_BYTES / 4,
         width: width(args.max_tokens),
         pairs,
         per_round: args.fold / (2 * LANES as u32),
     };
-    let ring = head + warp * WARP_BYTES;
+    let ring = C::TABLE * 4 + warp * WARP_BYTES;
     let one = args.count.min(1);
     let per_set = args.count * args.blocks;
     let jobs = covered(args, TOKENS, u32::MAX).1 * args.segs * per_set;
@@ -126,7 +127,7 @@ unsafe fn matmul<C: Code>(args: &ExpertArgs) {
         thread::sync_threads();
         let mut s = set;
         while s <= last {
-            plan.load::<C>(s, s - set, warp, warps);
+            plan.load(s, s - set, warp, warps);
             s += 1;
         }
         thread::sync_threads();
@@ -145,6 +146,8 @@ unsafe fn matmul<C: Code>(args: &ExpertArgs) {
 struct Plan<'a> {
     args: &'a ExpertArgs,
     shared: Shared<u32>,
+    /// Activations.
+    sets: u32,
     /// Tokens that a set has room for.
     width: u32,
     pairs: u32,
@@ -183,20 +186,20 @@ impl Plan<'_> {
 
     /// Word of shared memory where a set's activations start.
     #[inline(always)]
-    fn place<C: Code>(&self, index: u32) -> u32 {
-        C::TABLE + index * self.width * self.pairs * LANES as u32
+    fn place(&self, index: u32) -> u32 {
+        self.sets + index * self.width * self.pairs * LANES as u32
     }
 
     /// Copies a set's activations to place `index`: word
     /// `((pair / 4 * width + token) * 32 + lane) * 4 + pair % 4`, or
     /// `(pair * width + token) * 32 + lane` where pairs go singly.
     #[inline(always)]
-    fn load<C: Code>(&self, set: u32, index: u32, warp: u32, warps: u32) {
+    fn load(&self, set: u32, index: u32, warp: u32, warps: u32) {
         let args = self.args;
         let job = self.job(set);
         let lane = warp::lane_id();
         let tokens = width(job.tokens);
-        let to = self.place::<C>(index);
+        let to = self.place(index);
         let quads = self.per_round.is_multiple_of(4);
         let steps = if quads { self.pairs / 4 } else { self.pairs };
         let mut i = warp;
@@ -237,11 +240,12 @@ impl Plan<'_> {
         else {
             return fault(true, args.faults);
         };
+        decoder.begin();
         let (first, end) = row_groups::<C>(args, &desc, job.block);
         let work = Work {
             job,
             desc: &desc,
-            x: self.place::<C>(index),
+            x: self.place(index),
             first,
             end,
         };

@@ -18,7 +18,7 @@
 
 use cuda_std::intrinsics::{dp2a_hi_s32_u32, dp2a_lo_s32_u32, prmt};
 use cuda_std::mem::Global;
-use cuda_std::{kernel, thread, warp};
+use cuda_std::{grid, kernel, thread, warp};
 
 pub use crate::abi::ExpertArgs;
 
@@ -42,7 +42,7 @@ const CHUNK: u32 = 1024;
 ///
 /// # Safety
 /// The arrays of `args` are as [`ExpertArgs`] says and live.
-#[kernel(threads = 256, min_blocks = 3)]
+#[kernel(threads = 256, min_blocks = 3, prologue)]
 pub unsafe fn matmul_raw(args: ExpertArgs) {
     // SAFETY: the caller's promise.
     unsafe { matmul::<false>(&args) }
@@ -52,7 +52,7 @@ pub unsafe fn matmul_raw(args: ExpertArgs) {
 ///
 /// # Safety
 /// The arrays of `args` are as [`ExpertArgs`] says and live.
-#[kernel(threads = 128, min_blocks = 2)]
+#[kernel(threads = 128, min_blocks = 2, prologue)]
 pub unsafe fn matmul_raw_tokens(args: ExpertArgs) {
     // SAFETY: the caller's promise.
     unsafe { matmul::<true>(&args) }
@@ -64,6 +64,9 @@ pub unsafe fn matmul_raw_tokens(args: ExpertArgs) {
 /// As the kernels'.
 #[inline(always)]
 unsafe fn matmul<const SEVERAL: bool>(args: &ExpertArgs) {
+    if SEVERAL || !args.scratch.is_empty() {
+        grid::wait();
+    }
     let warps = thread::block_dim_x() / LANES as u32;
     let jobs = active_count(args) * args.count * args.blocks * args.segs;
     let most = if SEVERAL { u32::MAX } else { 1 };
@@ -82,9 +85,13 @@ unsafe fn matmul<const SEVERAL: bool>(args: &ExpertArgs) {
             (1024, false) => one_token::<1>(args, &job, &desc, weights),
             (2048, true) => tokens::<2>(args, &job, &desc, weights),
             (1024, true) => tokens::<1>(args, &job, &desc, weights),
-            _ => narrow(args, &job, &desc, weights),
+            _ => {
+                grid::wait();
+                narrow(args, &job, &desc, weights);
+            }
         }
     }
+    grid::wait();
 }
 
 /// Packed nibbles of a job's matrix; `None` unless its codec is one of the launch's `sources`.
@@ -166,6 +173,21 @@ fn one_token<const N: usize>(
     weights: Global<u32>,
 ) {
     let lane = warp::lane_id();
+    let (first, end) = rows_of(args, job);
+    let width = args.cols / 8;
+    let start = job.seg * N as u32 * (CHUNK / 8) + lane * 4;
+    let at = |row: u32, c: usize| row * width + start + c as u32 * (CHUNK / 8);
+    let load = |row: u32, c: usize| {
+        if row < end && c < N {
+            weights.load_v4_stream(at(row, c))
+        } else {
+            [0; 4]
+        }
+    };
+    let mut even_row = [load(first, 0), load(first, 1)];
+    let mut odd_row = [load(first + 1, 0), load(first + 1, 1)];
+    // What is read up to here, no kernel in flight writes.
+    grid::wait();
     let (input, gsum) = input_row(args, job.slot);
     let mut even = [[0u32; 2]; 8];
     let mut odd = [[0u32; 2]; 8];
@@ -185,19 +207,6 @@ fn one_token<const N: usize>(
             }
         });
     }
-    let (first, end) = rows_of(args, job);
-    let width = args.cols / 8;
-    let start = job.seg * N as u32 * (CHUNK / 8) + lane * 4;
-    let at = |row: u32, c: usize| row * width + start + c as u32 * (CHUNK / 8);
-    let load = |row: u32, c: usize| {
-        if row < end && c < N {
-            weights.load_v4_stream(at(row, c))
-        } else {
-            [0; 4]
-        }
-    };
-    let mut even_row = [load(first, 0), load(first, 1)];
-    let mut odd_row = [load(first + 1, 0), load(first + 1, 1)];
     let mut keep = 0u32;
     let mut row = first;
     while row < end {

@@ -4,6 +4,7 @@ use cuda_std::mem::{Global, Slice};
 
 use crate::abi::{MatrixDesc, SCALES_AMAX};
 use crate::arith::{dequantise_grouped, dequantise_row, scale_from_amax};
+use crate::coded::unroll;
 
 /// The scales of a matrix that has one a row.
 #[derive(Clone, Copy)]
@@ -29,19 +30,23 @@ impl Scales {
         }
     }
 
-    /// Scale of `row`.
+    /// Scale of `row`. Without a branch, so that loads of several scales are under way together.
     ///
     /// # Safety
     /// The scales must be live, and one for each row.
     #[inline(always)]
     pub unsafe fn get(&self, row: u32) -> f32 {
-        if self.format == SCALES_AMAX {
-            // SAFETY: the caller's.
-            scale_from_amax(unsafe { Global::<u16>::new(self.scales) }.load_nc(row))
-        } else {
-            // SAFETY: the caller's.
-            unsafe { Global::<f32>::new(self.scales) }.load_nc(row)
-        }
+        let amax = self.format == SCALES_AMAX;
+        let halves = Slice {
+            len: self.scales.len * if amax { 1 } else { 2 },
+            ..self.scales
+        };
+        // SAFETY: the caller's; f32 scales are read as two halves, the second twice from amax.
+        let halves = unsafe { Global::<u16>::new(halves) };
+        let at = if amax { row } else { 2 * row };
+        let (low, high) = (halves.load_nc(at), halves.load_nc(at + u32::from(!amax)));
+        let whole = f32::from_bits(u32::from(low) | u32::from(high) << 16);
+        if amax { scale_from_amax(low) } else { whole }
     }
 }
 
@@ -72,8 +77,11 @@ impl Partials {
     pub fn by_row(&self, matrix: u32, slot: u32, row: u32, scale: f32, activation: f32) -> f32 {
         let words = self.of(matrix, slot);
         let mut dot = 0u32;
-        for seg in 0..self.segs {
-            dot = dot.wrapping_add(words.load(seg * self.slots * self.rows + row));
+        let mut seg = 0;
+        while seg < self.segs {
+            let four = self.four(words, seg, row);
+            dot = four.iter().fold(dot, |dot, word| dot.wrapping_add(*word));
+            seg += 4;
         }
         dequantise_row(scale, activation, dot as i32)
     }
@@ -82,10 +90,34 @@ impl Partials {
     #[inline(always)]
     pub fn grouped(&self, matrix: u32, slot: u32, row: u32, activation: f32) -> f32 {
         let words = self.of(matrix, slot);
-        let mut sum = f32::from_bits(words.load(row));
-        for seg in 1..self.segs {
-            sum += f32::from_bits(words.load(seg * self.slots * self.rows + row));
+        let mut sum = 0.0;
+        let mut seg = 0;
+        while seg < self.segs {
+            let four = self.four(words, seg, row);
+            unroll!(I in [0 1 2 3] {
+                if seg + I as u32 == 0 {
+                    sum = f32::from_bits(four[I]);
+                } else if seg + (I as u32) < self.segs {
+                    sum += f32::from_bits(four[I]);
+                }
+            });
+            seg += 4;
         }
         dequantise_grouped(activation, sum)
+    }
+
+    /// The words of a row in four segments from `seg` on, without a branch between their loads; 0 past
+    /// the last.
+    #[inline(always)]
+    fn four(&self, words: Global<u32>, seg: u32, row: u32) -> [u32; 4] {
+        let mut four = [0; 4];
+        unroll!(I in [0 1 2 3] {
+            let at = (seg + I as u32).min(self.segs - 1);
+            four[I] = words.load(at * self.slots * self.rows + row);
+        });
+        unroll!(I in [0 1 2 3] {
+            four[I] = if seg + (I as u32) < self.segs { four[I] } else { 0 };
+        });
+        four
     }
 }

@@ -12,14 +12,15 @@ use cuda_std::shared::Shared;
 use cuda_std::{kernel, shared_array, thread, warp};
 
 use crate::arith::{GROUP, abs, activation_scale, quantise};
+use crate::coded::unroll;
 
 /// Threads of a block.
-pub const THREADS: u32 = 256;
+pub const THREADS: u32 = 512;
 
 const WARPS: u32 = THREADS / 32;
 const COLS: u32 = GROUP as u32;
 
-/// Arguments of [`quantise_rows()`]. Grid: `[tokens, 1, 1]`, 256 threads.
+/// Arguments of [`quantise_rows()`]. Grid: `[tokens, 1, 1]`, 512 threads.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
 pub struct QuantiseArgs {
@@ -80,9 +81,9 @@ pub fn quantise_row(
 ///
 /// # Safety
 /// The views must be live and as long as [`QuantiseArgs`] says.
-#[kernel(threads = 256)]
+#[kernel(threads = 512)]
 pub unsafe fn quantise_rows(args: QuantiseArgs) {
-    let scratch = shared_array![u32; 8];
+    let scratch = shared_array![u32; 16];
     // SAFETY: the caller's: live views, as long as the arguments say.
     let x = unsafe {
         Global::<f32>::new(args.x).at(thread::block_idx_x() as u64 * args.x_stride as u64)
@@ -98,9 +99,15 @@ pub unsafe fn quantise_rows(args: QuantiseArgs) {
     let mut amax = 0.0f32;
     let mut c = thread::thread_idx_x();
     while c < args.cols {
-        let v = abs(x.load(c));
-        amax = if v > amax { v } else { amax };
-        c += THREADS;
+        // Under way together; the last column stands in for those past it.
+        let mut eight = [0.0; 8];
+        unroll!(I in [0 1 2 3 4 5 6 7] {
+            eight[I] = abs(x.load((c + I as u32 * THREADS).min(args.cols - 1)));
+        });
+        unroll!(I in [0 1 2 3 4 5 6 7] {
+            amax = if eight[I] > amax { eight[I] } else { amax };
+        });
+        c += 8 * THREADS;
     }
     quantise_row(
         thread::block_idx_x(),

@@ -12,6 +12,8 @@ use std::fmt::Write;
 const BOUNDS: &str = "// cuda_std.bounds ";
 /// Start of the comment of `cuda_std::shared_array`: suffix of the symbol, bytes.
 const SHARED: &str = "// cuda_std.shared ";
+/// `cuda_std::grid`: from sm_90 on; launches do not overlap elsewhere, where it has nothing to do.
+const GRID: &str = "griddepcontrol.";
 /// The launch's dynamic shared memory.
 const DYNAMIC: &str = "__cuda_std_dynamic_shared";
 
@@ -96,7 +98,8 @@ pub(crate) fn finish(text: &str, arch: Arch) -> Result<String, CudaBuilderError>
             let ours = [BOUNDS, SHARED]
                 .iter()
                 .any(|marker| line.trim_start().starts_with(marker));
-            if !line.is_empty() && (!comment || ours) {
+            let lacking = arch < Arch::Sm90 && line.trim_start().starts_with(GRID);
+            if !line.is_empty() && (!comment || ours) && !lacking {
                 item.push(line);
             }
         }

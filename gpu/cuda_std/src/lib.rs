@@ -62,6 +62,7 @@
 pub(crate) mod device;
 #[cfg(not(target_arch = "nvptx64"))]
 pub mod emulator;
+pub mod grid;
 pub mod intrinsics;
 pub mod mem;
 pub mod shared;

@@ -25,6 +25,46 @@ pub type Graph = *mut c_void;
 /// `CUgraphExec`.
 pub type GraphExec = *mut c_void;
 
+/// `CUlaunchConfig`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct LaunchConfig {
+    /// Blocks.
+    pub grid: [c_uint; 3],
+    /// Threads of a block.
+    pub block: [c_uint; 3],
+    /// Dynamic shared memory of a block, bytes.
+    pub shared_bytes: c_uint,
+    /// Where.
+    pub stream: Stream,
+    /// `attribute_count` of them.
+    pub attributes: *const LaunchAttribute,
+    /// How many.
+    pub attribute_count: c_uint,
+}
+
+/// `CUlaunchAttribute`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct LaunchAttribute {
+    /// `CUlaunchAttributeID`.
+    pub id: c_uint,
+    /// Zero.
+    pub padding: [u8; 4],
+    /// `CUlaunchAttributeValue`, a union of 64 bytes, here of integers.
+    pub value: [u64; 8],
+}
+
+impl LaunchAttribute {
+    /// `CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION`, on: the kernel may start before those
+    /// ahead of it on the stream are done.
+    pub const PROGRAMMATIC_STREAM_SERIALIZATION: Self = Self {
+        id: 6,
+        padding: [0; 4],
+        value: [1, 0, 0, 0, 0, 0, 0, 0],
+    };
+}
+
 /// `CUdevice_attribute` values.
 pub mod device_attribute {
     /// Threads in a block, at most.
@@ -182,6 +222,13 @@ unsafe extern "C" {
         block_z: c_uint,
         dynamic_shared_bytes: c_uint,
         stream: Stream,
+        arguments: *mut *mut c_void,
+        extra: *mut *mut c_void,
+    ) -> Code;
+
+    pub fn cuLaunchKernelEx(
+        config: *const LaunchConfig,
+        function: Function,
         arguments: *mut *mut c_void,
         extra: *mut *mut c_void,
     ) -> Code;

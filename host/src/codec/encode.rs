@@ -1,6 +1,6 @@
 //! The encoder.
 
-use gpu::layout::{Blocks, LANES, Symbol};
+use gpu::layout::{Blocks, LANES, STATES, Symbol};
 
 use super::{CodecError, STREAM_ALIGN, Table};
 
@@ -51,7 +51,7 @@ pub fn encode(packed: &[u8], blocks: &Blocks, table: &Table) -> Result<Encoded, 
 
 /// One lane's words, in the decoder's order, and where it takes them.
 struct Lane {
-    state: u32,
+    states: [u32; STATES],
     words: Vec<u32>,
     /// 16-bit words taken in each group: 0, 1 or 2.
     taken: Vec<u8>,
@@ -73,8 +73,10 @@ fn encode_job(
         lanes.push(encode_lane(&symbols, table)?);
     }
     let groups = lanes[0].taken.len();
-    for lane in &lanes {
-        stream.extend(lane.state.to_le_bytes());
+    for k in 0..STATES {
+        for lane in &lanes {
+            stream.extend(lane.states[k].to_le_bytes());
+        }
     }
     for i in 0..2 {
         for lane in &lanes {
@@ -148,10 +150,10 @@ fn lane_symbols(
     }
 }
 
-/// Backward from the final state `M`; the mirror image of the decoder's step.
+/// Backward from the final states `M`; the mirror image of the decoder's step.
 fn encode_lane(symbols: &[u16], table: &Table) -> Result<Lane, CodecError> {
     let bits = table.symbol().table_bits();
-    let mut state = 1u32 << bits;
+    let mut states = [1u32 << bits; STATES];
     let mut halves: Vec<u16> = Vec::with_capacity(symbols.len());
     let mut taken = vec![0u8; symbols.len() / 2];
     for (i, value) in symbols.iter().enumerate().rev() {
@@ -159,12 +161,13 @@ fn encode_lane(symbols: &[u16], table: &Table) -> Result<Lane, CodecError> {
         if frequency == 0 {
             return Err(CodecError::NoFrequency { value: *value });
         }
-        if state >= frequency << 16 {
-            halves.push(state as u16);
+        let state = &mut states[i % STATES];
+        if *state >= frequency << 16 {
+            halves.push(*state as u16);
             taken[i / 2] += 1;
-            state >>= 16;
+            *state >>= 16;
         }
-        state = ((state / frequency) << bits) + state % frequency + first;
+        *state = ((*state / frequency) << bits) + *state % frequency + first;
     }
     halves.reverse();
     let words = halves
@@ -172,7 +175,7 @@ fn encode_lane(symbols: &[u16], table: &Table) -> Result<Lane, CodecError> {
         .map(|w| u32::from(w[0]) << 16 | w.get(1).map_or(0, |w| u32::from(*w)))
         .collect();
     Ok(Lane {
-        state,
+        states,
         words,
         taken,
     })

@@ -11,7 +11,7 @@
 //! Limits: `unsafe` is confined to the arms' intrinsics. The table has exactly `2^table_bits`
 //! entries and lookups are masked with that; stream reads go through slices.
 
-use gpu::layout::{LANES, Symbol};
+use gpu::layout::{LANES, STATES, Symbol};
 
 use super::{JOB_BYTES, Job, JobError};
 
@@ -139,28 +139,29 @@ pub(super) unsafe fn decode<L: Lanes, K: Kind>(
         let slot = L::splat((1 << K::BITS) - 1);
         let byte = L::splat(0xff);
         let mut x = L::load(&fixed[0]);
-        let mut hi = L::load(&fixed[1]);
-        let mut lo = L::load(&fixed[2]);
+        let mut y = L::load(&fixed[1]);
+        let mut hi = L::load(&fixed[2]);
+        let mut lo = L::load(&fixed[3]);
         let mut half = L::none();
 
         macro_rules! group {
             () => {{
                 let v = L::select(half, hi, L::or(L::shl::<16>(hi), L::shr::<16>(lo)));
                 let e1 = L::lookup(job.entries, L::and(x, slot));
+                let e2 = L::lookup(job.entries, L::and(y, slot));
                 x = L::add(
                     L::mul(L::and(e1, byte), shr_bits::<L, K>(x)),
                     L::and(L::shr::<8>(e1), byte),
                 );
+                y = L::add(
+                    L::mul(L::and(e2, byte), shr_bits::<L, K>(y)),
+                    L::and(L::shr::<8>(e2), byte),
+                );
                 let m1 = L::less(x, low);
                 x = L::select(m1, x, L::or(L::shl::<16>(x), L::shr::<16>(v)));
                 let v = L::select(m1, v, L::shl::<16>(v));
-                let e2 = L::lookup(job.entries, L::and(x, slot));
-                x = L::add(
-                    L::mul(L::and(e2, byte), shr_bits::<L, K>(x)),
-                    L::and(L::shr::<8>(e2), byte),
-                );
-                let m2 = L::less(x, low);
-                x = L::select(m2, x, L::or(L::shl::<16>(x), L::shr::<16>(v)));
+                let m2 = L::less(y, low);
+                y = L::select(m2, y, L::or(L::shl::<16>(y), L::shr::<16>(v)));
                 let need = L::majority(half, m1, m2);
                 half = L::parity(half, m1, m2);
                 hi = L::select(need, hi, lo);
@@ -201,15 +202,10 @@ pub(super) unsafe fn decode<L: Lanes, K: Kind>(
             }
         }
 
-        let mut state = [0; LANES];
-        L::store(x, &mut state);
-        match state.iter().position(|x| *x != 1 << K::BITS) {
-            None => Ok(()),
-            Some(lane) => Err(JobError {
-                lane,
-                state: state[lane],
-            }),
-        }
+        let mut states = [[0; LANES]; STATES];
+        L::store(x, &mut states[0]);
+        L::store(y, &mut states[1]);
+        super::final_states(&states, 1 << K::BITS)
     }
 }
 

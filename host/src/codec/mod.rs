@@ -27,7 +27,7 @@ mod portable;
 use std::ops::Range;
 use std::sync::OnceLock;
 
-use gpu::layout::{Blocks, Folds, LANES, Symbol};
+use gpu::layout::{Blocks, Folds, JOB_WORDS, LANES, STATES, Symbol};
 
 pub use encode::{Encoded, encode};
 pub use scales::{ScaleFormat, decode_scales, encode_scales};
@@ -37,8 +37,8 @@ pub use table::{Table, count_symbols, entropy, nibble_counts, quantise};
 /// Jobs start at multiples of this in a stream.
 pub const STREAM_ALIGN: usize = 16;
 
-/// Bytes that every job has: 32 states, first and second words.
-pub const JOB_BYTES: usize = 3 * 4 * LANES;
+/// Bytes that every job has: states, first and second words.
+pub const JOB_BYTES: usize = 4 * JOB_WORDS as usize;
 
 /// How a matrix is stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -259,6 +259,21 @@ struct JobError {
     state: u32,
 }
 
+/// The check after a job's last group: every lane's states are `low`, which is `M`.
+fn final_states(states: &[[u32; LANES]; STATES], low: u32) -> Result<(), JobError> {
+    for lane in 0..LANES {
+        for states in states {
+            if states[lane] != low {
+                return Err(JobError {
+                    lane,
+                    state: states[lane],
+                });
+            }
+        }
+    }
+    Ok(())
+}
+
 /// Block offsets, as little-endian bytes in a record or as numbers.
 #[derive(Clone, Copy, Debug)]
 enum Offsets<'a> {
@@ -460,13 +475,14 @@ impl<'a> Coded<'a> {
         };
         let low = 1u32 << self.blocks.symbol.table_bits();
         let high = low << 16;
-        for (lane, state) in bytes[..4 * LANES].as_chunks::<4>().0.iter().enumerate() {
+        let states = &bytes[..4 * STATES * LANES];
+        for (i, state) in states.as_chunks::<4>().0.iter().enumerate() {
             let state = u32::from_le_bytes(*state);
             if !(low..high).contains(&state) {
                 return Err(CodecError::InitialState {
                     block,
                     segment,
-                    lane,
+                    lane: i % LANES,
                     state,
                 });
             }

@@ -5,7 +5,7 @@
 //! 2. Only `c mod 32` of a counter is kept, 0 or 16.
 //! 3. A group's bytes go to their rows at once; columns are counted, not computed.
 
-use gpu::layout::{LANES, Symbol};
+use gpu::layout::{LANES, STATES, Symbol};
 use gpu::rans::advance;
 
 use super::{JOB_BYTES, Job, JobError};
@@ -48,7 +48,7 @@ pub(super) fn decode(job: &Job<'_>, out: &mut [u8], stride: usize) -> Result<(),
 
 #[derive(Clone, Copy)]
 struct Lane {
-    state: u32,
+    states: [u32; STATES],
     counter: u32,
     window: u64,
 }
@@ -62,9 +62,9 @@ fn decode_kind<K: Kind>(job: &Job<'_>, out: &mut [u8], stride: usize) -> Result<
     let words = rest.as_chunks::<4>().0;
     let first = |i: usize| u32::from_le_bytes(fixed[i]);
     let mut lanes: [Lane; LANES] = std::array::from_fn(|l| Lane {
-        state: first(l),
+        states: [first(l), first(32 + l)],
         counter: 0,
-        window: u64::from(first(32 + l)) << 32 | u64::from(first(64 + l)),
+        window: u64::from(first(64 + l)) << 32 | u64::from(first(96 + l)),
     });
     let mut at = 0;
     let per_round = job.folds.lane_cols() / 2;
@@ -75,17 +75,18 @@ fn decode_kind<K: Kind>(job: &Job<'_>, out: &mut [u8], stride: usize) -> Result<
         for pair in 0..job.folds.pairs() {
             let column = pair / per_round * (LANES * per_round) + pair % per_round;
             for (l, lane) in lanes.iter_mut().enumerate() {
-                let mut x = lane.state;
+                let [mut x, mut y] = lane.states;
                 let v = ((lane.window << lane.counter) >> 32) as u32;
                 let e1 = entries[(x & (low - 1)) as usize];
+                let e2 = entries[(y & (low - 1)) as usize];
                 x = advance(x, bits, e1);
+                y = advance(y, bits, e2);
                 let m1 = x < low;
                 x = if m1 { x << 16 | v >> 16 } else { x };
                 let v = if m1 { v << 16 } else { v };
-                let e2 = entries[(x & (low - 1)) as usize];
-                x = advance(x, bits, e2);
-                let m2 = x < low;
-                lane.state = if m2 { x << 16 | v >> 16 } else { x };
+                let m2 = y < low;
+                y = if m2 { y << 16 | v >> 16 } else { y };
+                lane.states = [x, y];
                 let c = lane.counter + 16 * u32::from(m1) + 16 * u32::from(m2);
                 let need = c >= 32;
                 lane.counter = c & 16;
@@ -106,11 +107,6 @@ fn decode_kind<K: Kind>(job: &Job<'_>, out: &mut [u8], stride: usize) -> Result<
             }
         }
     }
-    match lanes.iter().position(|l| l.state != low) {
-        None => Ok(()),
-        Some(lane) => Err(JobError {
-            lane,
-            state: lanes[lane].state,
-        }),
-    }
+    let states = std::array::from_fn(|k| std::array::from_fn(|l| lanes[l].states[k]));
+    super::final_states(&states, low)
 }

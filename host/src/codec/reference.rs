@@ -1,6 +1,6 @@
 //! The plain decoder: `docs/format.md` line by line, for other decoders to be compared with.
 
-use gpu::layout::LANES;
+use gpu::layout::{JOB_WORDS, LANES, STATES};
 use gpu::rans::{advance, entry_value};
 
 use super::{Job, JobError};
@@ -13,19 +13,20 @@ pub(super) fn decode(job: &Job<'_>, out: &mut [u8], stride: usize) -> Result<(),
         Some(b) => u32::from_le_bytes([b[0], b[1], b[2], b[3]]),
         None => 0,
     };
-    let mut state: [u32; LANES] = std::array::from_fn(word);
+    let mut states: [[u32; LANES]; STATES] =
+        std::array::from_fn(|k| std::array::from_fn(|l| word(k * LANES + l)));
     let mut window: [u64; LANES] =
-        std::array::from_fn(|l| u64::from(word(32 + l)) << 32 | u64::from(word(64 + l)));
+        std::array::from_fn(|l| u64::from(word(64 + l)) << 32 | u64::from(word(96 + l)));
     let mut counter = [0u32; LANES];
-    let mut next = 96;
+    let mut next = JOB_WORDS as usize;
     for t in 0..job.row_groups {
         for pair in 0..job.folds.pairs() {
             for lane in 0..LANES {
                 let column = job.folds.column(0, lane, pair);
                 let mut v = ((window[lane] << (counter[lane] & 31)) >> 32) as u32;
                 let before = counter[lane];
-                let x = &mut state[lane];
-                for k in 0..2 {
+                for (k, states) in states.iter_mut().enumerate() {
+                    let x = &mut states[lane];
                     let e = job.entries[(*x & (low - 1)) as usize];
                     *x = advance(*x, bits, e);
                     if *x < low {
@@ -52,11 +53,5 @@ pub(super) fn decode(job: &Job<'_>, out: &mut [u8], stride: usize) -> Result<(),
             }
         }
     }
-    match state.iter().position(|x| *x != low) {
-        None => Ok(()),
-        Some(lane) => Err(JobError {
-            lane,
-            state: state[lane],
-        }),
-    }
+    super::final_states(&states, low)
 }

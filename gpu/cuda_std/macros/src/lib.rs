@@ -6,25 +6,33 @@ use syn::parse::{Parse, ParseStream};
 use syn::punctuated::Punctuated;
 use syn::{FnArg, Ident, ItemFn, LitInt, ReturnType, Token, parse_macro_input};
 
-/// Launch bounds given as `#[kernel(threads = 256, min_blocks = 3)]`.
+/// What is given as `#[kernel(threads = 256, min_blocks = 3, prologue)]`.
 #[derive(Default)]
 struct Bounds {
     threads: u32,
     min_blocks: u32,
+    prologue: bool,
 }
 
 impl Parse for Bounds {
     fn parse(input: ParseStream<'_>) -> syn::Result<Self> {
-        struct Entry(Ident, LitInt);
+        struct Entry(Ident, Option<LitInt>);
         impl Parse for Entry {
             fn parse(input: ParseStream<'_>) -> syn::Result<Self> {
-                let name = input.parse()?;
+                let name: Ident = input.parse()?;
+                if name == "prologue" {
+                    return Ok(Self(name, None));
+                }
                 input.parse::<Token![=]>()?;
-                Ok(Self(name, input.parse()?))
+                Ok(Self(name, Some(input.parse()?)))
             }
         }
         let mut bounds = Self::default();
         for Entry(name, value) in Punctuated::<Entry, Token![,]>::parse_terminated(input)? {
+            let Some(value) = value else {
+                bounds.prologue = true;
+                continue;
+            };
             let number: u32 = value.base10_parse()?;
             match name.to_string().as_str() {
                 "threads" if (32..=1024).contains(&number) && number.is_multiple_of(32) => {
@@ -43,7 +51,7 @@ impl Parse for Bounds {
                 _ => {
                     return Err(syn::Error::new(
                         name.span(),
-                        "expected `threads` or `min_blocks`",
+                        "expected `threads`, `min_blocks` or `prologue`",
                     ));
                 }
             }
@@ -64,6 +72,11 @@ impl Parse for Bounds {
 ///
 /// `threads` and `min_blocks` become `.maxntid` and `.minnctapersm` in the PTX (through
 /// `cuda_builder`): the block size launched must not exceed `threads`.
+///
+/// A kernel may start while the one before it on its stream still runs: before its body it waits for
+/// that one's results (`cuda_std::grid::wait`) and then lets the next one start. With `prologue` it lets
+/// the next one start at once, and the body itself calls `cuda_std::grid::wait`, in every thread: after
+/// what it can do from memory that no kernel in flight writes, before anything else.
 ///
 /// [`bytemuck::Pod`]: https://docs.rs/bytemuck/latest/bytemuck/trait.Pod.html
 #[proc_macro_attribute]
@@ -98,12 +111,19 @@ fn expand(bounds: &Bounds, function: &ItemFn) -> syn::Result<proc_macro2::TokenS
     let name_text = name.to_string();
     let about = format!("Entry name and launch bounds of the kernel `{name_text}`.");
     let (threads, min_blocks) = (bounds.threads, bounds.min_blocks);
+    let wait = if bounds.prologue {
+        quote! {}
+    } else {
+        quote! { ::cuda_std::grid::wait(); }
+    };
     Ok(quote! {
         #[cfg(target_arch = "nvptx64")]
         #(#attributes)*
         #[unsafe(no_mangle)]
         #visibility unsafe extern "ptx-kernel" fn #name(#argument) {
             ::cuda_std::launch_bounds::<#threads, #min_blocks>();
+            #wait
+            ::cuda_std::grid::launch_dependents();
             #(#body)*
         }
 

@@ -6,6 +6,7 @@
 //! - `cuFuncSetAttribute` (dynamic shared memory over 48 KiB) and the device attribute that limits it:
 //!   not there;
 //! - `cuLaunchKernel`: only behind a macro whose arguments must implement `cust`'s own trait;
+//! - `cuLaunchKernelEx`: not there;
 //! - `cuModuleLoadDataEx`, once more after `cust`'s has failed, for the compiler's log: no option for it.
 
 use std::collections::BTreeMap;
@@ -13,7 +14,7 @@ use std::ffi::{CStr, c_void};
 use std::ptr::null_mut;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use cuda_loader::sys::{self, function_attribute, jit_option};
+use cuda_loader::sys::{self, LaunchAttribute, LaunchConfig, function_attribute, jit_option};
 use cuda_loader::{DriverError, check};
 use cust::context::{Context, CurrentContext};
 use cust::device::DeviceAttribute;
@@ -78,6 +79,9 @@ struct Inner {
     stream: Stream,
     /// Of copies beside it.
     copies: Stream,
+    /// Whether a kernel may start while the one before it runs ([`cuda_std::grid`]): its PTX knows of
+    /// it, and the driver.
+    overlaps: bool,
     #[expect(dead_code, reason = "owned for the functions")]
     module: Module,
     context: Context,
@@ -201,6 +205,8 @@ impl CudaDevice {
         let module = load_module(&info)?;
         let stream = non_blocking_stream(&name)?;
         let copies = non_blocking_stream(&name)?;
+        let has_launch_ex = |d: &cuda_loader::Driver| !d.missing().contains(&"cuLaunchKernelEx");
+        let overlaps = info.ptx == "sm_90" && cuda_loader::load().is_ok_and(has_launch_ex);
         let mut functions = Vec::with_capacity(KernelId::ALL.len());
         for id in KernelId::ALL {
             let function = load_function(&name, &limits, &module, *id)?;
@@ -217,6 +223,7 @@ impl CudaDevice {
                 functions,
                 stream,
                 copies,
+                overlaps,
                 module,
                 context,
             }),
@@ -332,12 +339,28 @@ fn non_blocking_stream(name: &str) -> Result<Stream, DeviceError> {
     Ok(unsafe { std::mem::transmute::<sys::Stream, Stream>(stream) })
 }
 
+/// Names a PTX file to take in place of the one in the binary, for work on kernels: the host side must
+/// be that of the same sources.
+const PTX_OVERRIDE: &str = "ANSATZ_PTX";
+
 fn load_module(info: &CudaInfo) -> Result<Module, DeviceError> {
-    let ptx = match info.ptx {
-        "sm_90" => PTX_SM_90,
-        _ => PTX_SM_80,
+    let mut ptx = match info.ptx {
+        "sm_90" => PTX_SM_90.to_owned(),
+        _ => PTX_SM_80.to_owned(),
     };
-    let ptx = CStr::from_bytes_with_nul(ptx.as_bytes()).expect("PTX has no NUL but at its end");
+    if let Some(path) = std::env::var_os(PTX_OVERRIDE) {
+        let path = std::path::Path::new(&path);
+        ptx = std::fs::read_to_string(path).map_err(|e| DeviceError::Unavailable {
+            reason: format!("{PTX_OVERRIDE}: {}: {e}", path.display()),
+            remedy: "name a readable PTX file, or unset it",
+        })?;
+        ptx.push('\0');
+        tracing::warn!(
+            "kernels are those of {}, as {PTX_OVERRIDE} says",
+            path.display()
+        );
+    }
+    let ptx = CStr::from_bytes_until_nul(ptx.as_bytes()).expect("it ends in NUL");
     Module::from_ptx_cstr(ptx, &[]).map_err(|e| {
         let mut error = described(e);
         if let Some(log) = compiler_log(ptx) {
@@ -690,23 +713,37 @@ impl Device for CudaDevice {
         inner.enter()?;
         let [x, y, z] = launch.grid;
         let mut parameters = [(&raw mut args).cast::<c_void>()];
+        let function = inner.functions[K::ID as usize].to_raw().cast();
+        let stream = inner.stream.as_inner().cast();
         // SAFETY: the function is the kernel's, which takes one argument of type `K::Args` by value
-        // (one row of the table gives both); the driver copies it before it returns. The views in it
-        // are the caller's promise.
+        // (one row of the table gives both); the driver copies it, and the attribute, before it
+        // returns. The views in it are the caller's promise.
         check(unsafe {
-            sys::cuLaunchKernel(
-                inner.functions[K::ID as usize].to_raw().cast(),
-                x,
-                y,
-                z,
-                launch.threads,
-                1,
-                1,
-                launch.shared,
-                inner.stream.as_inner().cast(),
-                parameters.as_mut_ptr(),
-                null_mut(),
-            )
+            if inner.overlaps {
+                let config = LaunchConfig {
+                    grid: launch.grid,
+                    block: [launch.threads, 1, 1],
+                    shared_bytes: launch.shared,
+                    stream,
+                    attributes: &LaunchAttribute::PROGRAMMATIC_STREAM_SERIALIZATION,
+                    attribute_count: 1,
+                };
+                sys::cuLaunchKernelEx(&config, function, parameters.as_mut_ptr(), null_mut())
+            } else {
+                sys::cuLaunchKernel(
+                    function,
+                    x,
+                    y,
+                    z,
+                    launch.threads,
+                    1,
+                    1,
+                    launch.shared,
+                    stream,
+                    parameters.as_mut_ptr(),
+                    null_mut(),
+                )
+            }
         })
         .map_err(|e| {
             let call = format!("cuLaunchKernel({})", K::ID.name());

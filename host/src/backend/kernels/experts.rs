@@ -172,7 +172,7 @@ impl<D: Device> KernelBackend<D> {
         let fit = match form {
             Form::Fused => coded_plan::matmul_rans(limits, symbol, folds, 1)
                 .and_then(|_| coded_plan::matmul_rans_tokens(limits, symbol, folds, 8, 1))
-                .and_then(|_| coded_plan::matmul_rans_shared(limits, symbol, folds, 8, 1))
+                .and_then(|_| coded_plan::decode_rans(limits, symbol, 1))
                 .map(|_| ()),
             Form::Unfused => coded_plan::decode_rans(limits, symbol, 1).map(|_| ()),
         };
@@ -301,10 +301,11 @@ impl<D: Device> KernelBackend<D> {
         for start in (0..tokens).step_by(at_once) {
             let n = at_once.min(tokens - start);
             let slots = n * top_k;
-            let quantised = self.quantise(x.skip(start), n, hidden)?;
             let slot_ids = ids.from("experts: ids", start * top_k, slots)?;
+            // In this order: the matmuls read what `group` writes before they wait for `quantise`.
             let grouped = self.group(experts, slot_ids, n, top_k)?;
             let groups = &grouped.groups;
+            let quantised = self.quantise(x.skip(start), n, hidden)?;
             let inner = self.scratch::<u32>(slots * gate_up.partials(experts.form))?;
             let operands = Operands::gate_up(&quantised, groups, &inner);
             self.matmuls(experts, gate_up, groups, operands)?;
@@ -381,9 +382,12 @@ impl<D: Device> KernelBackend<D> {
             k: word("experts a token", sum.top_k)?,
             flags: experts.flags(gpu::act::GROUPED),
         };
-        let threads = gpu::combine::THREADS;
-        let grid = [args.rows.div_ceil(threads), word("tokens", sum.tokens)?, 1];
-        self.launch::<Combine>(Launch::new(grid, threads), args)
+        let grid = [
+            args.rows.div_ceil(gpu::combine::ROWS),
+            word("tokens", sum.tokens)?,
+            1,
+        ];
+        self.launch::<Combine>(Launch::new(grid, gpu::combine::THREADS), args)
     }
 
     /// Rows of `cols` activations to fixed point.
@@ -464,6 +468,8 @@ impl<D: Device> KernelBackend<D> {
             slots: groups.slots as u32,
             active_begin: groups.begin as u32,
             active_end: groups.most as u32,
+            min_tokens: 1,
+            max_tokens: u32::MAX,
             grouped: (experts.shape.scales == ScaleKind::G64) as u32,
             ..Default::default()
         }
@@ -545,18 +551,18 @@ impl<D: Device> KernelBackend<D> {
         let limits = self.device().limits();
         let active = groups.most - groups.begin;
         let jobs = active * class.count * coded.blocks * class.folds.segs();
-        let mut args = ExpertArgs {
+        let fused = |min_tokens, max_tokens| ExpertArgs {
             table: coded.table.slice(),
             blocks: coded.blocks as u32,
-            min_tokens: 1,
-            max_tokens: 1,
+            min_tokens,
+            max_tokens,
             ..args
         };
         let launch = coded_plan::matmul_rans(limits, coded.symbol, &class.folds, jobs as u64)
             .map_err(|e| self.does_not_fit(e))?;
         match coded.symbol {
-            Symbol::Pair => self.launch::<MatmulRansPair>(launch, args)?,
-            Symbol::Triple => self.launch::<MatmulRansTriple>(launch, args)?,
+            Symbol::Pair => self.launch::<MatmulRansPair>(launch, fused(1, 1))?,
+            Symbol::Triple => self.launch::<MatmulRansTriple>(launch, fused(1, 1))?,
         }
         let tokens = groups.tokens as u32;
         let mut covered = 1;
@@ -569,8 +575,10 @@ impl<D: Device> KernelBackend<D> {
                 jobs as u64,
             )
             .map_err(|e| self.does_not_fit(e))?;
-            args.stage = stage;
-            (args.min_tokens, args.max_tokens) = (2, most);
+            let args = ExpertArgs {
+                stage,
+                ..fused(2, most)
+            };
             match coded.symbol {
                 Symbol::Pair => self.launch::<MatmulRansTokensPair>(launch, args)?,
                 Symbol::Triple => self.launch::<MatmulRansTokensTriple>(launch, args)?,
@@ -578,20 +586,16 @@ impl<D: Device> KernelBackend<D> {
             covered = most;
         }
         if tokens > covered {
-            let (launch, stage) = coded_plan::matmul_rans_shared(
-                limits,
-                coded.symbol,
-                &class.folds,
-                tokens,
-                jobs as u64,
-            )
-            .map_err(|e| self.does_not_fit(e))?;
-            args.stage = stage;
-            (args.min_tokens, args.max_tokens) = (covered + 1, u32::MAX);
-            match coded.symbol {
-                Symbol::Pair => self.launch::<MatmulRansSharedPair>(launch, args)?,
-                Symbol::Triple => self.launch::<MatmulRansSharedTriple>(launch, args)?,
-            }
+            // So many that decoding once to memory and tensor cores from there are faster.
+            let decoded = Decoded {
+                coded: Some(coded),
+                plane3: None,
+            };
+            let args = ExpertArgs {
+                sources: 1 << abi::rans_codec(coded.symbol),
+                ..args
+            };
+            self.decode_and_multiply(class, decoded, groups, args, covered + 1)?;
         }
         Ok(())
     }
@@ -607,10 +611,15 @@ impl<D: Device> KernelBackend<D> {
         let limits = self.device().limits();
         let active = (args.active_end - args.active_begin) as usize;
         let matrices = (active * class.count) as u64;
-        for (several, tokens) in [(false, (1, 1)), (true, (2, u32::MAX))] {
+        for several in [false, true] {
             if several && groups.tokens == 1 || !several && least > 1 {
                 continue;
             }
+            (args.min_tokens, args.max_tokens) = if several {
+                (least.max(2), u32::MAX)
+            } else {
+                (1, 1)
+            };
             let mma = several && args.grouped == 0;
             let (launch, job_rows) = if mma {
                 coded_plan::matmul_raw_mma(limits, class.rows, &class.folds, matrices)
@@ -619,7 +628,6 @@ impl<D: Device> KernelBackend<D> {
             };
             args.job_rows = job_rows;
             args.blocks = (class.rows as u32).div_ceil(job_rows);
-            (args.min_tokens, args.max_tokens) = tokens;
             if mma {
                 self.launch::<MatmulRawMma>(launch, args)?;
             } else if several {
@@ -652,6 +660,8 @@ impl<D: Device> KernelBackend<D> {
                 scratch: scratch.slice(),
                 active_begin: begin as u32,
                 active_end: end as u32,
+                min_tokens: least,
+                max_tokens: u32::MAX,
                 ..args
             };
             if let Some(coded) = decoded.coded {
@@ -673,8 +683,6 @@ impl<D: Device> KernelBackend<D> {
                 let args = ExpertArgs {
                     blocks: word("blocks", layout.blocks())?,
                     split: (layout.segs() / class.folds.segs()) as u32,
-                    min_tokens: least,
-                    max_tokens: u32::MAX,
                     ..args
                 };
                 self.launch::<DecodePlane3>(launch, args)?;

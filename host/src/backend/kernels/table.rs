@@ -126,10 +126,6 @@ kernels! {
     MatmulRansTokensPair = matmul_rans_tokens::matmul_rans_tokens_pair(ExpertArgs);
     /// Matrices coded in triples, likewise.
     MatmulRansTokensTriple = matmul_rans_tokens::matmul_rans_tokens_triple(ExpertArgs);
-    /// Matrices coded in pairs, of experts with more tokens: decoded to shared memory.
-    MatmulRansSharedPair = matmul_rans_shared::matmul_rans_shared_pair(ExpertArgs);
-    /// Matrices coded in triples, likewise.
-    MatmulRansSharedTriple = matmul_rans_shared::matmul_rans_shared_triple(ExpertArgs);
     /// Matrices coded in pairs to packed rows.
     DecodeRansPair = decode_rans::decode_rans_pair(ExpertArgs);
     /// Matrices coded in triples, likewise.
