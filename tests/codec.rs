@@ -239,7 +239,7 @@ fn another_rans_needs_as_many_bits() {
     use constriction::stream::stack::DefaultAnsCoder;
 
     let mut r = Random(6);
-    let (rows, cols) = (48, 2048);
+    let (rows, cols) = (24, 2048);
     let packed = data(&mut r, Data::Gaussian, rows * cols / 2);
     let table = table_of(Symbol::Pair, &packed, rows, cols);
     let probabilities: Vec<f64> = table
@@ -268,7 +268,8 @@ fn another_rans_needs_as_many_bits() {
         ours - theirs > -8.0 && ours - theirs < 512.0,
         "{ours} {theirs}"
     );
-    assert!((ours / theirs - 1.0).abs() < 0.01, "{ours} {theirs}");
+    // 512 bytes of 18,000.
+    assert!((ours / theirs - 1.0).abs() < 0.03, "{ours} {theirs}");
 }
 
 #[test]

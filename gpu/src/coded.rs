@@ -176,12 +176,19 @@ pub(crate) fn start_table<C: Code>(table: Slice, shared: Shared<u32>) {
     cp_async_commit();
 }
 
+/// The barrier behind which the table may be read: after a wait for its copy, once for each warp, from
+/// wherever it first has nothing else to do.
+#[inline(always)]
+pub(crate) fn table_barrier() {
+    thread::sync_threads();
+}
+
 /// [`start_table`] and what must follow it.
 #[inline(always)]
 pub(crate) fn load_table<C: Code>(table: Slice, shared: Shared<u32>) {
     start_table::<C>(table, shared);
     cp_async_wait::<0>();
-    thread::sync_threads();
+    table_barrier();
 }
 
 /// A lane's decoder of a job, whose ring is asked every `EVERY` groups.

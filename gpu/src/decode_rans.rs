@@ -22,7 +22,7 @@ use cuda_std::{grid, kernel, thread, warp};
 
 pub use crate::abi::ExpertArgs;
 
-use crate::coded::{CHECK, Code, Decoder, Pair, RING, Triple, start_table, unroll};
+use crate::coded::{CHECK, Code, Decoder, Pair, RING, Triple, start_table, table_barrier, unroll};
 use crate::coded_jobs::{active_count, fault, job, row_groups};
 use crate::layout::LANES;
 
@@ -86,7 +86,7 @@ unsafe fn decode<C: Code>(args: &ExpertArgs) {
         };
         if waits {
             // What `open` has waited for includes the table, which was copied before.
-            thread::sync_threads();
+            table_barrier();
             waits = false;
         }
         decoder.begin();
@@ -108,7 +108,7 @@ unsafe fn decode<C: Code>(args: &ExpertArgs) {
     }
     if waits {
         cp_async_wait::<0>();
-        thread::sync_threads();
+        table_barrier();
     }
     grid::wait();
 }

@@ -30,7 +30,7 @@ use cuda_std::{grid, kernel, thread, warp};
 pub use crate::abi::ExpertArgs;
 
 use crate::abi::MatrixDesc;
-use crate::coded::{CHECK, Code, Decoder, Pair, RING, Triple, start_table, unroll};
+use crate::coded::{CHECK, Code, Decoder, Pair, RING, Triple, start_table, table_barrier, unroll};
 use crate::coded_jobs::{
     Fold, active_count, fault, group_scales, input_row, job, lane_gsum, lane_word, out_index,
     row_groups, store_group,
@@ -134,7 +134,7 @@ unsafe fn matmul<C: Code>(args: &ExpertArgs) {
         };
         if waits {
             // What `open` has waited for includes the table, which was copied before.
-            thread::sync_threads();
+            table_barrier();
             waits = false;
         }
         decoder.begin();
@@ -169,7 +169,7 @@ unsafe fn matmul<C: Code>(args: &ExpertArgs) {
     }
     if waits {
         cp_async_wait::<0>();
-        thread::sync_threads();
+        table_barrier();
     }
     grid::wait();
 }
