@@ -66,7 +66,7 @@ fn pack_verify_inspect() {
         serde_json::from_slice(&out).unwrap()
     };
     let json = run(&[&"inspect", &file, &"--json"]);
-    assert_eq!(json["version"], 0);
+    assert_eq!(json["version"], 1);
     assert_eq!(json["file_bytes"], fs::metadata(&file).unwrap().len());
     for layer in json["layers"].as_array().unwrap() {
         for m in layer["matrices"].as_array().unwrap() {
@@ -81,6 +81,9 @@ fn pack_verify_inspect() {
         .stdout(contains("entropy").and(contains("gate_proj")));
     let json = run(&[&"verify", &file, &"--json"]);
     assert!(json["records"].as_u64().unwrap() > 0);
+    let quick = run(&[&"verify", &file, &"--quick", &"--json"]);
+    assert_eq!(quick["records"], json["records"]);
+    assert_eq!(quick["compared_with"], "checksums");
 
     let other = dir.path().join("b.ansx");
     let json = run(&[
@@ -188,7 +191,7 @@ fn codecs_and_the_hot_set() {
         host(&all)
     };
     fails(pack(&[&"--hot", &"3"]), "there is no usage.txt in ");
-    fails(pack(&[&"--hot", &"none.txt"]), "none.txt: cannot read");
+    fails(pack(&[&"--hot", &"none.txt"]), "none.txt: No such file");
     fails(
         pack(&[&"--codec", &"plane3", &"--hot", &profile]),
         "drop --hot",
@@ -201,7 +204,7 @@ fn codecs_and_the_hot_set() {
     fs::write(&profile, "1 0 5\n1 zero 9\n").unwrap();
     fails(
         pack(&[&"--hot", &profile]),
-        "profile.txt: line 2: expected `layer expert count`",
+        "profile.txt: line 2: expected layer, expert and count",
     );
     pack(&[&"--block-nibbles", &"0"]).assert().code(2);
 }
@@ -253,7 +256,30 @@ fn damage_is_exit_code_1_and_names_its_place() {
     let last = b.len() - 100;
     b[last] ^= 128;
     verify(&b, ": checksum: expected");
+    fails(host(&[&"verify", &bad, &"--quick"]), ": checksum: expected");
     verify(&good[..good.len() - 1], "record of layer ");
+    // Sizes that no file can have: refused before anything is allocated for them.
+    for (at, len) in [
+        (16, 8),
+        (24, 4),
+        (28, 4),
+        (36, 4),
+        (40, 4),
+        (44, 4),
+        (56, 8),
+        (72, 8),
+    ] {
+        let mut b = good.clone();
+        b[at..at + len].fill(0xff);
+        verify(&b, "bad.ansx: header: ");
+    }
+    // Of another model.
+    let g64 = support::converted("tiny-dsa", ScaleKind::G64).unwrap();
+    fs::write(&bad, &good).unwrap();
+    fails(
+        host(&[&"verify", &bad, &"-m", &g64.path().join("model")]),
+        "header: shape: expected",
+    );
     verify(
         &good[..100],
         "header: length: expected 256 bytes, found 100 bytes",

@@ -215,8 +215,8 @@ pub(super) const UNWRITABLE: &str =
 /// The remedy for raw experts that cannot be read.
 pub(super) const NO_EXPERTS: &str =
     "it needs a model directory with raw experts, as `host convert` makes it";
-/// The remedy for a usage profile that cannot be read.
-pub(super) const NO_PROFILE: &str = "give a usage profile: lines of layer, expert and count";
+/// The remedy for an archive of an earlier version.
+pub(super) const OLD: &str = "it is of an earlier version: pack the experts again with `host pack`";
 /// The remedy for a file that is something else.
 pub(super) const FOREIGN: &str = "make an archive with `host pack` of this version";
 

@@ -1,15 +1,15 @@
-//! The bytes of an archive, version 0 (`docs/format.md`).
+//! The bytes of an archive, version 1 (`docs/format.md`).
 
 use std::path::Path;
 
 use crate::expert::{ExpertShape, MatrixKind, ScaleKind};
 
-use super::error::{ArchiveError, Check, FOREIGN, Place, hex};
+use super::error::{ArchiveError, Check, FOREIGN, OLD, Place, hex};
 
 /// First bytes of an archive.
 pub const MAGIC: [u8; 8] = *b"ANSX\r\n\x1a\n";
-/// Version of the format. 0 is not frozen.
-pub const VERSION: u32 = 0;
+/// Version of the format, frozen. 0 was not.
+pub const VERSION: u32 = 1;
 /// Bytes of the header.
 pub const HEADER: usize = 256;
 /// Bytes before a table's frequencies.
@@ -145,8 +145,10 @@ impl Header {
             format_args!("{} bytes", bytes.len()),
         )?;
         let b = &bytes[..HEADER];
-        if u32_at(b, 8) != VERSION {
-            return Err(c.invalid("version", VERSION, u32_at(b, 8), FOREIGN));
+        match u32_at(b, 8) {
+            VERSION => {}
+            old @ ..VERSION => return Err(c.invalid("version", VERSION, old, OLD)),
+            new => return Err(c.invalid("version", VERSION, new, FOREIGN)),
         }
         c.equal("header length", HEADER as u32, u32_at(b, 12))?;
         let scales = match b[32] {

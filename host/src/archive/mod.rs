@@ -42,7 +42,7 @@ pub use pack::{
     partial_path,
 };
 pub use source::{ExpertSource, SafetensorsExperts};
-pub use verify::{Verified, verify};
+pub use verify::{Verified, verify, verify_checksums};
 
 use error::{Check, DAMAGED, UNREADABLE, hex};
 use format::{ALIGN, INDEX, LAYER, MATRIX, NO_TABLE, TABLE_HEADER, get, u16_at, u32_at, u64_at};
@@ -529,7 +529,16 @@ impl Archive {
         let (rows, cols) = self.shape().dims(kind);
         c.equal("rows", rows as u32, u32_at(head, 8))?;
         c.equal("columns", cols as u32, u32_at(head, 12))?;
-        c.zero("reserved bytes 2..4", &head[2..4])?;
+        // A matrix names its table: the one that its layer has for the class.
+        let name = |id| match id {
+            NO_TABLE => "none".into(),
+            id => format!("table {id}"),
+        };
+        let wanted = match codec {
+            Codec::Rans(_) => table.unwrap_or(NO_TABLE),
+            Codec::Raw | Codec::Plane3 => NO_TABLE,
+        };
+        c.equal("table", name(wanted), name(u16_at(head, 2)))?;
         let n = u32_at(head, 4) as usize;
         let (blocks, table) = match codec {
             Codec::Raw => {

@@ -21,9 +21,10 @@ use crate::interrupt;
 use crate::model::Config;
 use crate::model::directory::{ARCHIVE_FILE, EXPERTS_FILE, RawExperts};
 use crate::model::shards::looks_like_container;
+use crate::placement::profile::{self, Profile};
 
 /// Usage profiles that `--hot N` looks for in the model directory.
-const PROFILES: [&str; 2] = ["usage.txt", ".coli_usage"];
+const PROFILES: [&str; 2] = [profile::FILE, ".coli_usage"];
 
 #[derive(Args)]
 pub struct PackArgs {
@@ -49,8 +50,8 @@ pub struct PackArgs {
     /// expert and count; its N most used; or the N most used of usage.txt in the model directory
     #[arg(long, value_name = "FILE[:N]|N")]
     hot: Option<String>,
-    /// Nibbles of a block of rans, roughly: larger blocks are smaller and keep fewer warps busy
-    /// [default: 114688 over pairs, 98304 over triples]
+    /// Nibbles of a block of rans, roughly: larger blocks make a smaller archive and keep fewer warps
+    /// busy [default: 98304, half of that where a row has no more than 2,048 columns]
     #[arg(long, value_name = "N")]
     block_nibbles: Option<NonZeroUsize>,
     /// Go on with what an interrupted pack of the same experts and options left
@@ -179,7 +180,7 @@ fn hot_set(hot: &str, model: &Path) -> anyhow::Result<HotSet> {
                 model.display()
             );
         };
-        return Ok(HotSet::read(&profile, Some(n))?);
+        return Ok(HotSet::of_profile(&Profile::read(&profile)?, Some(n)));
     }
     let (file, most) = match hot.rsplit_once(':') {
         Some((file, n)) if !Path::new(hot).exists() => match n.parse() {
@@ -188,7 +189,7 @@ fn hot_set(hot: &str, model: &Path) -> anyhow::Result<HotSet> {
         },
         _ => (hot, None),
     };
-    Ok(HotSet::read(Path::new(file), most)?)
+    Ok(HotSet::of_profile(&Profile::read(Path::new(file))?, most))
 }
 
 pub fn run(args: PackArgs) -> anyhow::Result<()> {
@@ -297,8 +298,15 @@ fn line(name: &str, c: &ClassSummary, tables: u64) -> String {
 }
 
 fn file(s: &Summary) -> String {
+    let tables = match s.tables {
+        0 => "no tables".into(),
+        n => format!(
+            "{n} tables over {} symbols, {} bytes",
+            s.symbols, s.table_bytes
+        ),
+    };
     format!(
-        "  file     ratio {:.4} of raw, index and alignment counted; {} tables over {} symbols, {} bytes",
-        s.ratio, s.tables, s.symbols, s.table_bytes,
+        "  file     ratio {:.4} of raw, index and alignment counted; {tables}",
+        s.ratio
     )
 }

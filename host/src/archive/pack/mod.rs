@@ -62,7 +62,8 @@ pub struct PackOptions {
     pub codec: CodecChoice,
     /// Symbols of rANS.
     pub symbols: SymbolChoice,
-    /// Nibbles of a block of rANS, roughly; by default as the symbols suggest.
+    /// Nibbles of a block of rANS, roughly; by default as [`gpu::layout::Blocks::new`]
+    /// chooses.
     pub block_nibbles: Option<usize>,
     /// Experts that are coded as plane3 instead; row scales only.
     pub hot: HotSet,

@@ -1,16 +1,13 @@
 //! The second pass of packing: an expert's record.
 
-use gpu::layout::{BLOCK_NIBBLES, Blocks, Folds, Symbol};
+use gpu::layout::{Blocks, Folds};
 use gpu::plane3::Layout;
 
-use crate::archive::format::{ALIGN, Digest, MATRIX, class, short, u32_at};
+use crate::archive::format::{ALIGN, Digest, MATRIX, NO_TABLE, class, short, u32_at};
 use crate::codec::{Codec, Table, encode, encode_scales, plane3};
 use crate::expert::{ExpertShape, MatrixKind, RawMatrix};
 
 use super::{ClassSummary, PackOptions};
-
-/// Nibbles of a block over pairs: 56 rows of 2,048, so that a GLM-5.2 expert stays below 0.745.
-pub const PAIR_BLOCK_NIBBLES: usize = 114_688;
 
 /// A coded expert on its way to the file.
 pub struct Coded {
@@ -22,6 +19,8 @@ pub struct Coded {
 struct Parts {
     codec: Codec,
     blocks: usize,
+    /// [`NO_TABLE`] unless rANS.
+    table: u16,
     offsets: Vec<u32>,
     stream: Vec<u8>,
 }
@@ -32,7 +31,7 @@ fn code_matrix(
     (rows, cols): (usize, usize),
     codec: Codec,
     options: &PackOptions,
-    table: Option<&Table>,
+    table: Option<(u16, &Table)>,
 ) -> Option<Parts> {
     match codec {
         Codec::Raw => None,
@@ -42,26 +41,28 @@ fn code_matrix(
             Some(Parts {
                 codec,
                 blocks: layout.blocks(),
+                table: NO_TABLE,
                 offsets: coded.headers,
                 stream: coded.stream,
             })
         }
         Codec::Rans(symbol) => {
-            let table = table?;
-            let folds = Folds::new(cols)?;
-            let nibbles = rows * folds.seg_cols();
-            let most = rows.div_ceil(symbol.height());
-            let default = match symbol {
-                Symbol::Pair => PAIR_BLOCK_NIBBLES,
-                Symbol::Triple => BLOCK_NIBBLES,
+            let (id, table) = table?;
+            let blocks = match options.block_nibbles {
+                None => Blocks::new(rows, cols, symbol)?,
+                Some(unit) => {
+                    let folds = Folds::new(cols)?;
+                    let unit = unit.max(1);
+                    let n = (rows * folds.seg_cols() + unit / 2) / unit;
+                    let n = n.clamp(1, rows.div_ceil(symbol.height()));
+                    Blocks::with_blocks(rows, folds, symbol, n)?
+                }
             };
-            let unit = options.block_nibbles.unwrap_or(default).max(1);
-            let n = ((nibbles + unit / 2) / unit).clamp(1, most);
-            let blocks = Blocks::with_blocks(rows, folds, symbol, n)?;
             let coded = encode(&raw.packed, &blocks, table).ok()?;
             Some(Parts {
                 codec,
-                blocks: n,
+                blocks: blocks.blocks,
+                table: id,
                 offsets: coded.offsets,
                 stream: coded.stream,
             })
@@ -75,7 +76,7 @@ pub fn code_expert<'a>(
     raw: &[RawMatrix<'_>; 3],
     codec: Codec,
     options: &PackOptions,
-    table: impl Fn(MatrixKind) -> Option<&'a Table>,
+    table: impl Fn(MatrixKind) -> Option<(u16, &'a Table)>,
 ) -> Coded {
     let mut bytes = vec![0; 3 * MATRIX];
     for (kind, m) in MatrixKind::ALL.into_iter().zip(raw) {
@@ -92,13 +93,13 @@ pub fn code_expert<'a>(
             bytes.resize(bytes.len().next_multiple_of(ALIGN), 0);
             at as u32
         };
-        let (codec, blocks, offsets_at, stream_at, stream_len) = match &coded {
-            None => (Codec::Raw, 0, 0, part(&m.packed), m.packed.len()),
+        let (codec, blocks, table, offsets_at, stream_at, stream_len) = match &coded {
+            None => (Codec::Raw, 0, NO_TABLE, 0, part(&m.packed), m.packed.len()),
             Some(p) => {
                 let offsets: Vec<u8> = p.offsets.iter().flat_map(|o| o.to_le_bytes()).collect();
                 let offsets_at = part(&offsets);
                 let at = part(&p.stream);
-                (p.codec, p.blocks, offsets_at, at, p.stream.len())
+                (p.codec, p.blocks, p.table, offsets_at, at, p.stream.len())
             }
         };
         let (scale_format, scales) = encode_scales(&m.scales);
@@ -106,6 +107,7 @@ pub fn code_expert<'a>(
         let head = &mut bytes[MATRIX * kind as usize..][..MATRIX];
         head[0] = codec.number();
         head[1] = scale_format as u8;
+        head[2..4].copy_from_slice(&table.to_le_bytes());
         let words = [
             (4, blocks as u32),
             (8, rows as u32),

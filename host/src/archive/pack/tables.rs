@@ -51,9 +51,10 @@ pub struct Tables {
 }
 
 impl Tables {
-    /// The table of a matrix.
-    pub fn get(&self, layer: usize, kind: MatrixKind) -> Option<&Table> {
-        self.of[layer][class(kind)].map(|t| &self.tables[usize::from(t)])
+    /// Number and table of a matrix.
+    pub fn get(&self, layer: usize, kind: MatrixKind) -> Option<(u16, &Table)> {
+        let id = self.of[layer][class(kind)]?;
+        Some((id, &self.tables[usize::from(id)]))
     }
 
     /// Their bytes in the file.
