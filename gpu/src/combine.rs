@@ -98,16 +98,19 @@ pub unsafe fn combine(args: CombineArgs) {
     let mut first = 0;
     while first < args.k {
         let i = first + warp;
-        // An id that is no expert has no slot ([`crate::group`]) and adds nothing.
         let mut slot = u32::MAX;
         if i < args.k {
             slot = slot_of.load(token * args.k + i);
         }
-        let adds = slot < args.slots;
+        let ours = slot < args.slots;
+        let at = u64::from(slot.wrapping_sub(args.slots)) * u64::from(args.rows);
+        // An id that is no expert has no slot ([`crate::group`]) and adds nothing.
+        let adds = ours || at + u64::from(args.rows) <= args.given.len;
         if adds && row < args.rows {
-            let activation = scales.load(slot);
-            if args.flags & GROUPED != 0 {
-                partials.grouped(0, slot, row, activation)
+            let y = if !ours {
+                given.load(at as u32 + row)
+            } else if args.flags & GROUPED != 0 {
+                partials.grouped(0, slot, row, scales.load(slot))
             } else {
                 let activation = scales.load(slot);
                 let down = Scales::of(descs, 3 * slot_expert.load(slot) + 2);

@@ -3,8 +3,10 @@
 //!
 //! Each case is checked before it is timed: all forms must give the bits of the CPU's plain arm.
 //! Then every stage runs over sets of experts in turn, together larger than the caches, so that
-//! weights come from memory; the median counts. Rates are raw-equivalent: bytes of packed int4
-//! that the work stands for, whatever was read.
+//! weights come from memory; the median counts. On a device the runs are given to it one behind the
+//! other, as a model does, so that what is timed is the device and not the way to it. Rates are
+//! raw-equivalent: bytes of packed int4 that the work stands for, whatever was read; beside them stands
+//! what share of the rate of a plain copy on the device its reads and writes come to.
 
 pub mod synth;
 
@@ -71,6 +73,10 @@ pub enum Stage {
     GateUp,
     /// The output matrix of each expert.
     Down,
+    /// The launches of [`Stage::GateUp`] and [`Stage::Down`], one behind the other.
+    Matrices,
+    /// Coded matrices to packed int4 in memory, all three of each expert.
+    Decode,
     /// Everything: quantise, gate and up, silu, quantise, down, weighted sum.
     Ffn,
 }
@@ -101,11 +107,23 @@ pub trait Timed: LoadExperts {
         down: bool,
     ) -> Result<(), Self::Error>;
 
-    /// Seconds that the device takes for what `work` gives it to do.
+    /// Decodes the matrices of a stage's experts to memory; false where a back end does not do so on
+    /// its own.
+    fn decode(
+        &self,
+        experts: &Self::Experts,
+        prepared: &Self::Prepared,
+    ) -> Result<bool, Self::Error>;
+
+    /// Bytes a second that a plain copy in the device's memory reads and writes.
+    fn copy_rate(&self) -> Result<Option<f64>, Self::Error>;
+
+    /// Seconds that the device takes for each of `runs` of what `work` gives it to do.
     fn seconds(
         &self,
-        work: &mut dyn FnMut() -> Result<(), Self::Error>,
-    ) -> Result<f64, Self::Error>;
+        runs: usize,
+        work: &mut dyn FnMut(usize) -> Result<(), Self::Error>,
+    ) -> Result<Vec<f64>, Self::Error>;
 }
 
 impl Timed for Cpu {
@@ -136,10 +154,27 @@ impl Timed for Cpu {
         Cpu::multiply(self, experts, prepared, down)
     }
 
-    fn seconds(&self, work: &mut dyn FnMut() -> Result<(), CpuError>) -> Result<f64, CpuError> {
-        let start = Instant::now();
-        work()?;
-        Ok(start.elapsed().as_secs_f64())
+    /// Its decoders are timed by themselves: `cargo test --release --test codec -- --ignored speed`.
+    fn decode(&self, _: &cpu::Experts, _: &cpu::Prepared) -> Result<bool, CpuError> {
+        Ok(false)
+    }
+
+    fn copy_rate(&self) -> Result<Option<f64>, CpuError> {
+        Ok(None)
+    }
+
+    fn seconds(
+        &self,
+        runs: usize,
+        work: &mut dyn FnMut(usize) -> Result<(), CpuError>,
+    ) -> Result<Vec<f64>, CpuError> {
+        (0..runs)
+            .map(|run| {
+                let start = Instant::now();
+                work(run)?;
+                Ok(start.elapsed().as_secs_f64())
+            })
+            .collect()
     }
 }
 
@@ -180,14 +215,43 @@ fn scales_name(scales: ScaleKind) -> &'static str {
 pub struct Settings {
     /// Timed runs of each stage, at least 1.
     pub runs: usize,
-    /// Symbols of the coded forms; the smaller of both where none is named.
-    pub symbol: Option<Symbol>,
+    /// Codecs of the coded forms, in this order; those that the scales do not allow are passed over.
+    pub codecs: Vec<Coding>,
+    /// Nibbles of a block of rANS; by default as `host pack` chooses.
+    pub block_nibbles: Option<usize>,
     /// Seed of weights and activations.
     pub seed: u64,
     /// Bytes of cache that sets of experts must outgrow; by default the back end's.
     pub cache_bytes: Option<usize>,
     /// What to time.
     pub ways: Vec<Way>,
+}
+
+/// A codec of the coded forms.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub enum Coding {
+    /// rANS over pairs.
+    RansPair,
+    /// rANS over triples.
+    RansTriple,
+    /// plane3; row scales only.
+    Plane3,
+}
+
+impl Coding {
+    fn options(self, block_nibbles: Option<usize>) -> PackOptions {
+        let (codec, symbols) = match self {
+            Coding::RansPair => (CodecChoice::Rans, SymbolChoice::Always(Symbol::Pair)),
+            Coding::RansTriple => (CodecChoice::Rans, SymbolChoice::Always(Symbol::Triple)),
+            Coding::Plane3 => (CodecChoice::Plane3, SymbolChoice::Auto),
+        };
+        PackOptions {
+            codec,
+            symbols,
+            block_nibbles,
+            ..PackOptions::default()
+        }
+    }
 }
 
 /// One row of the table.
@@ -209,7 +273,7 @@ pub struct Measurement {
     pub stage: Stage,
     /// `raw`, `unfused` or `fused`.
     pub form: &'static str,
-    /// `raw`, `rans-pair`, `rans-triple`.
+    /// `raw`, `rans-pair`, `rans-triple`, `plane3`; `mixed` where matrices differ.
     pub codec: &'static str,
     /// Median of the runs.
     pub microseconds: f64,
@@ -221,6 +285,9 @@ pub struct Measurement {
     pub bytes_read: usize,
     /// Bytes of streams and offsets over bytes of packed int4, scales apart.
     pub ratio: f64,
+    /// Bytes of weights read, and written where they are decoded, a second, over those that a copy
+    /// reads and writes; `None` where that is not known.
+    pub of_copy: Option<f64>,
     /// Largest number of low-order bits in which an output differs from the plain arm's.
     pub bits_of_difference: u32,
 }
@@ -252,7 +319,8 @@ impl ExpertSource for Distinct {
 /// Weights of a shape, raw and packed, for all its cases.
 pub struct Weights {
     raw: Distinct,
-    archive: Archive,
+    /// One for each codec that the shape allows.
+    archives: Vec<(Coding, Archive)>,
     seed: u64,
 }
 
@@ -267,23 +335,32 @@ impl Weights {
                 .collect(),
         };
         let folder = tempfile::tempdir()?;
-        let path = folder.path().join("synthetic.ansx");
-        let options = PackOptions {
-            codec: CodecChoice::Auto,
-            symbols: settings
-                .symbol
-                .map_or(SymbolChoice::Auto, SymbolChoice::Always),
-            ..PackOptions::default()
-        };
-        pack(&raw, &options, &path, |_| (), interrupt::requested)?;
-        // The file has no name any more once the folder is dropped; its mapping stays.
-        let archive = Archive::open(&path)?;
-        Ok(Self { raw, archive, seed })
+        let mut archives = Vec::new();
+        for coding in &settings.codecs {
+            if *coding == Coding::Plane3 && shape.scales == ScaleKind::G64 {
+                continue;
+            }
+            let path = folder.path().join("synthetic.ansx");
+            let options = coding.options(settings.block_nibbles);
+            pack(&raw, &options, &path, |_| (), interrupt::requested)?;
+            // Another file takes its name, or none once the folder is dropped; its mapping stays.
+            archives.push((*coding, Archive::open(&path)?));
+            std::fs::remove_file(&path)?;
+        }
+        Ok(Self {
+            raw,
+            archives,
+            seed,
+        })
     }
 
     /// `n` experts for a back end.
-    fn layer(&self, n: usize, coded: bool) -> Result<LayerExperts<'_>, BenchError> {
-        if !coded {
+    fn layer<'a>(
+        &'a self,
+        n: usize,
+        coded: Option<&'a Archive>,
+    ) -> Result<LayerExperts<'a>, BenchError> {
+        let Some(archive) = coded else {
             let experts = (0..n).map(|e| {
                 self.raw.experts[e % DISTINCT]
                     .each_ref()
@@ -293,8 +370,8 @@ impl Weights {
                     })
             });
             return Ok(LayerExperts::Raw(experts.collect()));
-        }
-        let layer = self.archive.layer(0)?;
+        };
+        let layer = archive.layer(0)?;
         let distinct = (0..DISTINCT)
             .map(|e| layer.record(e))
             .collect::<Result<Vec<_>, _>>()?;
@@ -310,16 +387,22 @@ impl Weights {
         &self,
         n: usize,
         stage: Stage,
-        coded: bool,
+        coded: Option<&Archive>,
     ) -> Result<(&'static str, usize, usize), BenchError> {
         let (mut name, mut nibbles, mut scales) = ("raw", 0, 0);
+        let mut first = true;
         for e in 0..n {
             for kind in stage.kinds() {
                 let (rows, cols) = self.raw.shape.dims(*kind);
-                if coded {
-                    let record = self.archive.record(0, e % DISTINCT)?;
+                if let Some(archive) = coded {
+                    let record = archive.record(0, e % DISTINCT)?;
                     let m = record.matrix(*kind);
-                    name = m.codec.name();
+                    if first || name == m.codec.name() {
+                        name = m.codec.name();
+                    } else {
+                        name = "mixed";
+                    }
+                    first = false;
                     nibbles += m.stream.len() + m.offsets.len();
                     scales += m.scales.len();
                 } else {
@@ -334,13 +417,21 @@ impl Weights {
 
 impl Stage {
     /// All, in order.
-    pub const ALL: [Stage; 3] = [Stage::GateUp, Stage::Down, Stage::Ffn];
+    pub const ALL: [Stage; 5] = [
+        Stage::GateUp,
+        Stage::Down,
+        Stage::Matrices,
+        Stage::Decode,
+        Stage::Ffn,
+    ];
 
     /// As the table names it.
     pub fn name(self) -> &'static str {
         match self {
             Stage::GateUp => "gate+up",
             Stage::Down => "down",
+            Stage::Matrices => "matrices",
+            Stage::Decode => "decode",
             Stage::Ffn => "ffn",
         }
     }
@@ -349,7 +440,7 @@ impl Stage {
         match self {
             Stage::GateUp => &[MatrixKind::Gate, MatrixKind::Up],
             Stage::Down => &[MatrixKind::Down],
-            Stage::Ffn => &MatrixKind::ALL,
+            Stage::Matrices | Stage::Decode | Stage::Ffn => &MatrixKind::ALL,
         }
     }
 }
@@ -436,14 +527,21 @@ pub fn measure<B: Timed>(
             device: plain.describe(),
             source: Box::new(e),
         };
-        let layer = weights.layer(case.experts, false)?;
+        let layer = weights.layer(case.experts, None)?;
         let experts = plain
             .load_experts(layer, shape, Form::Unfused)
             .map_err(plain_fail)?;
         output(&plain, &experts, case, &x, &shares).map_err(plain_fail)?
     };
-    for way in &settings.ways {
+    let copy_rate = b.copy_rate().map_err(fail)?;
+    let ways = settings.ways.iter().flat_map(|way| {
         let (form, coded, how) = way.parts();
+        let archives = weights.archives.iter().map(|(_, archive)| Some(archive));
+        let none = (!coded).then_some(None);
+        let coded = archives.filter(move |_| coded);
+        none.into_iter().chain(coded).map(move |c| (form, c, how))
+    });
+    for (form, coded, how) in ways {
         let (_, nibbles, _) = weights.sizes(case.experts, Stage::Down, coded)?;
         // All other sets together flush twice the cache, even in the smallest stage.
         let cache = settings.cache_bytes.unwrap_or_else(|| b.cache_bytes());
@@ -477,16 +575,24 @@ pub fn measure<B: Timed>(
         let dev_shares = b.upload(&shares).map_err(fail)?;
         let mut out = b.alloc(case.tokens * shape.hidden).map_err(fail)?;
         for stage in Stage::ALL {
-            let mut times = Vec::with_capacity(settings.runs);
+            if stage == Stage::Decode && form != "unfused" {
+                continue;
+            }
             let warm = 2.min(settings.runs);
-            for run in 0..settings.runs + warm {
-                if interrupt::requested() {
-                    return Err(BenchError::Interrupted);
-                }
+            let mut does = true;
+            let times = b.seconds(settings.runs + warm, &mut |run| {
                 let (inputs, ids) = &prepared[run % sets];
-                let seconds = b.seconds(&mut || match stage {
+                match stage {
                     Stage::GateUp => b.multiply(&experts, inputs, false),
                     Stage::Down => b.multiply(&experts, inputs, true),
+                    Stage::Matrices => {
+                        b.multiply(&experts, inputs, false)?;
+                        b.multiply(&experts, inputs, true)
+                    }
+                    Stage::Decode => {
+                        does = b.decode(&experts, inputs)?;
+                        Ok(())
+                    }
                     Stage::Ffn => b.experts(
                         &experts,
                         rows(&dev_x, shape.hidden),
@@ -496,16 +602,24 @@ pub fn measure<B: Timed>(
                         case.tokens,
                         rows_mut(&mut out, shape.hidden),
                     ),
-                });
-                let seconds = seconds.map_err(fail)?;
-                if run >= warm {
-                    times.push(seconds);
                 }
+            });
+            let mut times = times.map_err(fail)?.split_off(warm);
+            if interrupt::requested() {
+                return Err(BenchError::Interrupted);
+            }
+            if !does {
+                continue;
             }
             times.sort_by(f64::total_cmp);
             let median = times[times.len() / 2];
-            let (_, packed, _) = weights.sizes(case.experts, stage, false)?;
+            let (_, packed, _) = weights.sizes(case.experts, stage, None)?;
             let (codec, nibbles, scales) = weights.sizes(case.experts, stage, coded)?;
+            let (scales, written) = match stage {
+                Stage::Decode => (0, packed),
+                _ => (scales, 0),
+            };
+            let moved = (nibbles + scales + written) as f64 / median;
             report(Measurement {
                 device: device.clone(),
                 hidden: shape.hidden,
@@ -521,6 +635,7 @@ pub fn measure<B: Timed>(
                 raw_equivalent_gb_s: packed as f64 / median / 1e9,
                 bytes_read: nibbles + scales,
                 ratio: nibbles as f64 / packed as f64,
+                of_copy: copy_rate.map(|rate| moved / rate),
                 bits_of_difference,
             });
         }
@@ -529,13 +644,13 @@ pub fn measure<B: Timed>(
 }
 
 /// Heading of the table that [`Measurement`]'s `Display` gives rows of.
-pub const HEADING: &str = "     H     I scales experts tokens stage   form    codec             us   GB/s raw-eq  MB read  ratio  bits";
+pub const HEADING: &str = "     H     I scales experts tokens stage    form    codec             us   GB/s raw-eq  MB read  ratio of copy  bits";
 
 impl std::fmt::Display for Measurement {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(
             f,
-            "{:6}{:6} {:6}{:8}{:7} {:8}{:8}{:12}{:9.1} {:13.2} {:8.2} {:6.4} {:5}",
+            "{:6}{:6} {:6}{:8}{:7} {:9}{:8}{:12}{:9.1} {:13.2} {:8.2} {:6.4} {:>7} {:5}",
             self.hidden,
             self.intermediate,
             self.scales,
@@ -548,6 +663,8 @@ impl std::fmt::Display for Measurement {
             self.raw_equivalent_gb_s,
             self.bytes_read as f64 / 1e6,
             self.ratio,
+            self.of_copy
+                .map_or("-".into(), |share| format!("{share:.3}")),
             self.bits_of_difference,
         )
     }
@@ -558,7 +675,9 @@ mod tests {
     use super::*;
     use crate::backend::kernels::{EmulatedDevice, KernelBackend};
 
-    fn check<B: Timed>(b: &B) {
+    const CODECS: [Coding; 2] = [Coding::RansPair, Coding::Plane3];
+
+    fn check<B: Timed>(b: &B, decodes: bool) {
         let shape = ExpertShape {
             hidden: 256,
             intermediate: 128,
@@ -566,7 +685,8 @@ mod tests {
         };
         let settings = Settings {
             runs: 3,
-            symbol: Some(Symbol::Pair),
+            codecs: CODECS.to_vec(),
+            block_nibbles: None,
             seed: 1,
             cache_bytes: Some(0),
             ways: vec![Way::Raw, Way::Unfused, Way::Fused],
@@ -579,7 +699,11 @@ mod tests {
         };
         let mut rows = Vec::new();
         measure(b, &case, &weights, &settings, |m| rows.push(m)).unwrap();
-        assert_eq!(rows.len(), 9);
+        // Four stages of five ways, and decoding of each codec.
+        assert_eq!(rows.len(), 4 * 5 + if decodes { 2 } else { 0 });
+        let decoded = rows.iter().filter(|m| m.stage == Stage::Decode);
+        assert!(decoded.clone().all(|m| m.form == "unfused"));
+        assert_eq!(decoded.count(), if decodes { 2 } else { 0 });
         for m in &rows {
             assert!(
                 m.microseconds >= m.microseconds_min && m.microseconds_min > 0.0,
@@ -590,26 +714,32 @@ mod tests {
             let matrices = match m.stage {
                 Stage::GateUp => 2.0,
                 Stage::Down => 1.0,
-                Stage::Ffn => 3.0,
+                Stage::Matrices | Stage::Decode | Stage::Ffn => 3.0,
             };
             let packed = matrices * 2.0 * 256.0 * 128.0 / 2.0;
             // f64 rounding.
             assert!((bytes - packed).abs() < 1e-6 * packed, "{bytes} {packed}");
             match m.form {
                 "raw" => assert_eq!((m.codec, m.ratio), ("raw", 1.0)),
-                _ => assert!(m.codec == "rans-pair" && m.ratio < 0.95, "{m}"),
+                _ => assert!(
+                    ["rans-pair", "plane3"].contains(&m.codec) && m.ratio < 0.95,
+                    "{m}"
+                ),
             }
         }
     }
 
     #[test]
     fn small_cases_on_the_cpu() {
-        check(&Cpu::new().unwrap());
+        check(&Cpu::new().unwrap(), false);
     }
 
     #[test]
     fn small_cases_on_the_emulator() {
-        check(&KernelBackend::new(EmulatedDevice::default()).unwrap());
+        check(
+            &KernelBackend::new(EmulatedDevice::default()).unwrap(),
+            true,
+        );
     }
 
     #[test]
@@ -621,7 +751,8 @@ mod tests {
         };
         let settings = Settings {
             runs: 1,
-            symbol: Some(Symbol::Pair),
+            codecs: CODECS.to_vec(),
+            block_nibbles: None,
             seed: 1,
             cache_bytes: Some(0),
             ways: vec![Way::Raw, Way::Unfused, Way::Fused],

@@ -1,12 +1,12 @@
 //! `host bench`.
 
 use clap::{Args, Subcommand, ValueEnum};
-use gpu::layout::{Folds, Symbol};
+use gpu::layout::Folds;
 
 use super::ui;
 use crate::backend::cpu::Cpu;
 use crate::backend::kernels::{CudaDevice, KernelBackend};
-use crate::bench::{Case, HEADING, Measurement, Settings, Timed, Way, Weights, measure};
+use crate::bench::{Case, Coding, HEADING, Measurement, Settings, Timed, Way, Weights, measure};
 use crate::expert::{ExpertShape, ScaleKind};
 use crate::interrupt;
 use crate::simd::Arm;
@@ -51,9 +51,17 @@ struct KernelsArgs {
     /// Weight scales
     #[arg(long, value_enum, value_delimiter = ',', default_value = "row")]
     scales: Vec<ScalesArg>,
-    /// Symbols of the coded forms [default: the smaller]
-    #[arg(long, value_enum)]
-    symbols: Option<SymbolsArg>,
+    /// Codecs of the coded forms
+    #[arg(
+        long,
+        value_enum,
+        value_delimiter = ',',
+        default_value = "rans-triple,plane3"
+    )]
+    codec: Vec<Coding>,
+    /// Nibbles of a block of rANS, roughly [default: as host pack]
+    #[arg(long, value_name = "N", value_parser = block)]
+    block_nibbles: Option<usize>,
     /// Timed runs of each stage; the median counts
     #[arg(long, default_value_t = 21, value_parser = count)]
     runs: usize,
@@ -80,16 +88,17 @@ enum ScalesArg {
     G64,
 }
 
-#[derive(Clone, Copy, ValueEnum)]
-enum SymbolsArg {
-    Pair,
-    Triple,
-}
-
 fn count(s: &str) -> Result<usize, String> {
     match s.parse() {
         Ok(n) if (1..=1 << 16).contains(&n) => Ok(n),
         _ => Err("expected a number from 1 to 65536".into()),
+    }
+}
+
+fn block(s: &str) -> Result<usize, String> {
+    match s.parse() {
+        Ok(n) if (1024..=1 << 24).contains(&n) => Ok(n),
+        _ => Err("expected a number from 1024 to 16777216".into()),
     }
 }
 
@@ -116,10 +125,8 @@ fn cases<B: Timed>(
 ) -> anyhow::Result<()> {
     let settings = Settings {
         runs: args.runs,
-        symbol: args.symbols.map(|s| match s {
-            SymbolsArg::Pair => Symbol::Pair,
-            SymbolsArg::Triple => Symbol::Triple,
-        }),
+        codecs: args.codec.clone(),
+        block_nibbles: args.block_nibbles,
         seed: args.seed,
         cache_bytes: args.cache.map(|mib| mib << 20),
         ways: args.compare.clone(),

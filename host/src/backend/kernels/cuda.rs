@@ -605,6 +605,27 @@ impl Device for CudaDevice {
         .map_err(|e| inner.error("cuMemsetD8Async", e))
     }
 
+    fn copy(
+        &self,
+        (from, start): (&CudaMemory, usize),
+        (to, offset): (&CudaMemory, usize),
+        bytes: usize,
+    ) -> Result<(), DeviceError> {
+        check_range("copy", start, bytes, from.size)?;
+        check_range("copy", offset, bytes, to.size)?;
+        if bytes == 0 {
+            return Ok(());
+        }
+        let inner = &self.inner;
+        inner.enter()?;
+        // SAFETY: both ranges lie in live memory, and whatever uses it next does in the same stream.
+        unsafe {
+            to.range(offset, bytes)
+                .async_copy_from(&from.range(start, bytes), &inner.stream)
+        }
+        .map_err(|e| inner.error("cuMemcpyDtoDAsync", e))
+    }
+
     fn upload(&self, memory: &CudaMemory, offset: usize, data: &[u8]) -> Result<(), DeviceError> {
         check_range("upload", offset, data.len(), memory.size)?;
         if data.is_empty() {
@@ -850,6 +871,12 @@ mod tests {
             let mut out = [0; 8];
             other.download(&memory, 1, &mut out).unwrap();
             assert_eq!(out, [7, 7, 1, 2, 3, 7, 7, 7]);
+            let copy = other.allocate(16).unwrap();
+            other.copy((&memory, 2), (&copy, 8), 8).unwrap();
+            other.download(&copy, 8, &mut out).unwrap();
+            assert_eq!(out, [7, 1, 2, 3, 7, 7, 7, 7]);
+            let error = other.copy((&memory, 0), (&copy, 9), 8).unwrap_err();
+            assert!(matches!(error, DeviceError::Bounds { .. }), "{error}");
             let error = other.download(&memory, 9_995, &mut out).unwrap_err();
             assert!(matches!(error, DeviceError::Bounds { .. }), "{error}");
         })

@@ -86,7 +86,7 @@ pub enum DeviceError {
     /// A copy past the end of a buffer.
     #[error("{operation} of {len} bytes at {offset} of a device buffer of {size}")]
     Bounds {
-        /// Upload, download or fill.
+        /// Upload, download, copy or fill.
         operation: &'static str,
         /// First byte.
         offset: usize,
@@ -210,6 +210,14 @@ pub trait Device {
 
     /// Copies `data` to `offset`; `data` may be reused at once.
     fn upload(&self, memory: &Self::Memory, offset: usize, data: &[u8]) -> Result<(), DeviceError>;
+
+    /// Copies `bytes` bytes from `from` at its offset to `to` at its own; the two do not overlap.
+    fn copy(
+        &self,
+        from: (&Self::Memory, usize),
+        to: (&Self::Memory, usize),
+        bytes: usize,
+    ) -> Result<(), DeviceError>;
 
     /// Waits for what was given before, then copies from `offset`.
     fn download(

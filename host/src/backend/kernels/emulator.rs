@@ -89,6 +89,20 @@ impl Device for EmulatedDevice {
         Ok(())
     }
 
+    fn copy(
+        &self,
+        (from, start): (&EmulatedMemory, usize),
+        (to, offset): (&EmulatedMemory, usize),
+        bytes: usize,
+    ) -> Result<(), DeviceError> {
+        check_range("copy", start, bytes, from.size)?;
+        check_range("copy", offset, bytes, to.size)?;
+        let mut data = vec![0; bytes];
+        self.download(from, start, &mut data)?;
+        to.bytes.write(offset, &data);
+        Ok(())
+    }
+
     fn upload(
         &self,
         memory: &EmulatedMemory,

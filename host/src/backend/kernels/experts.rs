@@ -454,31 +454,7 @@ impl<D: Device> KernelBackend<D> {
         if groups.begin >= groups.most {
             return Ok(());
         }
-        let args = ExpertArgs {
-            descs: experts.descs.slice(),
-            active: groups.active,
-            n_active: groups.n_active,
-            x: operands.x,
-            gsum: operands.gsum,
-            row_map: operands.row_map,
-            out: operands.out,
-            faults: self.faults().slice(),
-            first: class.first as u32,
-            count: class.count as u32,
-            slots: groups.slots as u32,
-            active_begin: groups.begin as u32,
-            active_end: groups.most as u32,
-            min_tokens: 1,
-            max_tokens: u32::MAX,
-            grouped: (experts.shape.scales == ScaleKind::G64) as u32,
-            ..Default::default()
-        }
-        .with_shape(class.rows, &class.folds);
-        let args = ExpertArgs {
-            split: class.split(experts.form) as u32,
-            sources: abi::FROM_STREAM,
-            ..args
-        };
+        let args = class_args(experts, class, groups, &operands, self.faults().slice());
         let decoded = match (&class.coded, &class.plane3) {
             (None, None) => return self.matmul_raw(class, groups, args, 1),
             (coded, plane3) => Decoded {
@@ -503,6 +479,27 @@ impl<D: Device> KernelBackend<D> {
             self.matmul_rans(class, coded, groups, args)?;
         }
         Ok(())
+    }
+
+    /// Decodes all coded matrices of the active experts to memory and leaves them there.
+    fn decode_alone(
+        &self,
+        experts: &Experts<D::Memory>,
+        class: &Class<D::Memory>,
+        groups: &Groups,
+        operands: Operands,
+    ) -> Result<()> {
+        let words = class.count * class.rows * class.folds.cols / 8;
+        let scratch = self.scratch::<u32>((groups.most - groups.begin) * words)?;
+        let args = ExpertArgs {
+            scratch: scratch.slice(),
+            ..class_args(experts, class, groups, &operands, self.faults().slice())
+        };
+        let decoded = Decoded {
+            coded: class.coded.as_ref(),
+            plane3: class.plane3.as_ref(),
+        };
+        self.decode(class, &decoded, args)
     }
 
     /// Matrices in plane3: fused for one token, by way of scratch for several.
@@ -649,13 +646,11 @@ impl<D: Device> KernelBackend<D> {
         args: ExpertArgs,
         least: u32,
     ) -> Result<()> {
-        let limits = self.device().limits();
         let words = class.count * class.rows * class.folds.cols / 8;
         let at_once = (DECODED / (4 * words)).clamp(1, groups.most - groups.begin);
         let scratch = self.scratch::<u32>(at_once * words)?;
         for begin in (groups.begin..groups.most).step_by(at_once) {
             let end = (begin + at_once).min(groups.most);
-            let matrices = (end - begin) * class.count;
             let args = ExpertArgs {
                 scratch: scratch.slice(),
                 active_begin: begin as u32,
@@ -664,32 +659,80 @@ impl<D: Device> KernelBackend<D> {
                 max_tokens: u32::MAX,
                 ..args
             };
-            if let Some(coded) = decoded.coded {
-                let jobs = matrices * coded.blocks * class.folds.segs();
-                let launch = coded_plan::decode_rans(limits, coded.symbol, jobs as u64)
-                    .map_err(|e| self.does_not_fit(e))?;
-                let args = ExpertArgs {
-                    table: coded.table.slice(),
-                    blocks: coded.blocks as u32,
-                    ..args
-                };
-                match coded.symbol {
-                    Symbol::Pair => self.launch::<DecodeRansPair>(launch, args)?,
-                    Symbol::Triple => self.launch::<DecodeRansTriple>(launch, args)?,
-                }
-            }
-            if let Some(layout) = decoded.plane3 {
-                let launch = coded_plan::decode_plane3(limits, layout, matrices as u64);
-                let args = ExpertArgs {
-                    blocks: word("blocks", layout.blocks())?,
-                    split: (layout.segs() / class.folds.segs()) as u32,
-                    ..args
-                };
-                self.launch::<DecodePlane3>(launch, args)?;
-            }
+            self.decode(class, &decoded, args)?;
             self.matmul_raw(class, groups, args, least)?;
         }
         Ok(())
+    }
+
+    /// Decodes the coded matrices of `args`' active experts to `args.scratch`.
+    fn decode(
+        &self,
+        class: &Class<D::Memory>,
+        decoded: &Decoded<'_, D::Memory>,
+        args: ExpertArgs,
+    ) -> Result<()> {
+        let limits = self.device().limits();
+        let matrices = (args.active_end - args.active_begin) as usize * class.count;
+        if let Some(coded) = decoded.coded {
+            let jobs = matrices * coded.blocks * class.folds.segs();
+            let launch = coded_plan::decode_rans(limits, coded.symbol, jobs as u64)
+                .map_err(|e| self.does_not_fit(e))?;
+            let args = ExpertArgs {
+                table: coded.table.slice(),
+                blocks: coded.blocks as u32,
+                ..args
+            };
+            match coded.symbol {
+                Symbol::Pair => self.launch::<DecodeRansPair>(launch, args)?,
+                Symbol::Triple => self.launch::<DecodeRansTriple>(launch, args)?,
+            }
+        }
+        if let Some(layout) = decoded.plane3 {
+            let launch = coded_plan::decode_plane3(limits, layout, matrices as u64);
+            let args = ExpertArgs {
+                blocks: word("blocks", layout.blocks())?,
+                split: (layout.segs() / class.folds.segs()) as u32,
+                ..args
+            };
+            self.launch::<DecodePlane3>(launch, args)?;
+        }
+        Ok(())
+    }
+}
+
+/// A launch over all active experts' matrices of a class, of any number of tokens.
+fn class_args<M: DeviceMemory>(
+    experts: &Experts<M>,
+    class: &Class<M>,
+    groups: &Groups,
+    operands: &Operands,
+    faults: Slice,
+) -> ExpertArgs {
+    let args = ExpertArgs {
+        descs: experts.descs.slice(),
+        active: groups.active,
+        n_active: groups.n_active,
+        x: operands.x,
+        gsum: operands.gsum,
+        row_map: operands.row_map,
+        out: operands.out,
+        faults,
+        first: class.first as u32,
+        count: class.count as u32,
+        slots: groups.slots as u32,
+        active_begin: groups.begin as u32,
+        active_end: groups.most as u32,
+        min_tokens: 1,
+        max_tokens: u32::MAX,
+        grouped: (experts.shape.scales == ScaleKind::G64) as u32,
+        ..Default::default()
+    }
+    .with_shape(class.rows, &class.folds);
+    ExpertArgs {
+        split: class.split(experts.form) as u32,
+        sources: abi::FROM_STREAM,
+        ..args
     }
 }
 

@@ -22,11 +22,17 @@ pub struct Prepared<M> {
 pub trait Cached: Device {
     /// Bytes of the last level before the memory that weights are in.
     fn cache_bytes(&self) -> usize;
+    /// Bytes of a copy that tells the memory's rate; 0 for none.
+    fn copy_bytes(&self) -> usize;
 }
 
 impl Cached for CudaDevice {
     fn cache_bytes(&self) -> usize {
         self.describe_device().l2_bytes as usize
+    }
+
+    fn copy_bytes(&self) -> usize {
+        1 << 30
     }
 }
 
@@ -34,6 +40,26 @@ impl Cached for CudaDevice {
 impl Cached for EmulatedDevice {
     fn cache_bytes(&self) -> usize {
         0
+    }
+
+    fn copy_bytes(&self) -> usize {
+        0
+    }
+}
+
+impl<D: Cached> KernelBackend<D> {
+    fn operands(&self, prepared: &Prepared<D::Memory>, down: bool) -> Operands {
+        let (x, row_map) = if down {
+            (&prepared.hidden, Slice::EMPTY)
+        } else {
+            (&prepared.inputs, prepared.groups.groups.slot_token)
+        };
+        Operands {
+            x: x.values.slice(),
+            gsum: x.sums.slice(),
+            row_map,
+            out: prepared.out[down as usize].slice(),
+        }
     }
 }
 
@@ -81,32 +107,47 @@ impl<D: Cached> Timed for KernelBackend<D> {
         prepared: &Prepared<D::Memory>,
         down: bool,
     ) -> Result<()> {
-        let Prepared {
-            inputs,
-            hidden,
-            groups,
-            out,
-        } = prepared;
-        let groups = &groups.groups;
-        let (x, row_map) = if down {
-            (hidden, Slice::EMPTY)
-        } else {
-            (inputs, groups.slot_token)
-        };
-        let operands = Operands {
-            x: x.values.slice(),
-            gsum: x.sums.slice(),
-            row_map,
-            out: out[down as usize].slice(),
-        };
+        let operands = self.operands(prepared, down);
+        let groups = &prepared.groups.groups;
         self.matmuls(experts, &experts.classes[down as usize], groups, operands)
     }
 
-    fn seconds(&self, work: &mut dyn FnMut() -> Result<()>) -> Result<f64> {
+    fn decode(&self, experts: &Experts<D::Memory>, prepared: &Prepared<D::Memory>) -> Result<bool> {
+        for (down, class) in experts.classes.iter().enumerate() {
+            let operands = self.operands(prepared, down == 1);
+            self.decode_alone(experts, class, &prepared.groups.groups, operands)?;
+        }
+        Ok(true)
+    }
+
+    /// From the second of three copies of a gigabyte.
+    fn copy_rate(&self) -> Result<Option<f64>> {
+        let bytes = self.device().copy_bytes();
+        if bytes == 0 {
+            return Ok(None);
+        }
+        let (from, to) = (self.scratch::<u8>(bytes)?, self.scratch::<u8>(bytes)?);
+        self.device().fill(from.memory(), 0, bytes, 1)?;
+        let times = self.seconds(3, &mut |_| {
+            let copied = self
+                .device()
+                .copy((from.memory(), 0), (to.memory(), 0), bytes);
+            Ok(copied?)
+        })?;
+        Ok(Some(2.0 * bytes as f64 / times[1]))
+    }
+
+    fn seconds(&self, runs: usize, work: &mut dyn FnMut(usize) -> Result<()>) -> Result<Vec<f64>> {
         let device = self.device();
-        let from = device.event().map_err(KernelError::from)?;
-        work()?;
-        let to = device.event().map_err(KernelError::from)?;
-        Ok(device.elapsed(&from, &to)?)
+        let mut events = Vec::with_capacity(runs);
+        for run in 0..runs {
+            let from = device.event().map_err(KernelError::from)?;
+            work(run)?;
+            events.push((from, device.event().map_err(KernelError::from)?));
+        }
+        events
+            .iter()
+            .map(|(from, to)| Ok(device.elapsed(from, to)?))
+            .collect()
     }
 }
