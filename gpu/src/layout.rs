@@ -176,13 +176,18 @@ impl Blocks {
             return None;
         };
         let nibbles = rows * folds.seg_cols();
-        let block = if folds.segs() == 1 {
+        let block = Self::default_nibbles(&folds);
+        let blocks = (nibbles + block / 2) / block;
+        Self::with_blocks(rows, folds, symbol, if blocks == 0 { 1 } else { blocks })
+    }
+
+    /// Nibbles of a block where nothing else is asked for, see [`BLOCK_NIBBLES`].
+    pub const fn default_nibbles(folds: &Folds) -> usize {
+        if folds.segs() == 1 {
             BLOCK_NIBBLES / 2
         } else {
             BLOCK_NIBBLES
-        };
-        let blocks = (nibbles + block / 2) / block;
-        Self::with_blocks(rows, folds, symbol, if blocks == 0 { 1 } else { blocks })
+        }
     }
 
     /// The given number of blocks, 1 to the number of row groups.

@@ -166,6 +166,16 @@ impl<D: Device> Device for MockDevice<D> {
         self.inner.upload(&memory.inner, offset, data)
     }
 
+    fn copy(
+        &self,
+        (from, start): (&Self::Memory, usize),
+        (to, offset): (&Self::Memory, usize),
+        bytes: usize,
+    ) -> Result<(), DeviceError> {
+        let (from, to) = ((&from.inner, start), (&to.inner, offset));
+        self.inner.copy(from, to, bytes)
+    }
+
     fn download(
         &self,
         memory: &Self::Memory,
