@@ -618,6 +618,86 @@ fn damaged_files_are_named() {
     );
 }
 
+/// Weights that are no numbers: `doctor --deep` says where; an answer ends with an error, before
+/// anything of it is written.
+#[test]
+fn logits_that_are_no_numbers_end_the_answer() {
+    let mut tensors = good();
+    let norm = &mut tensors.get_mut("model.norm.weight").unwrap().2;
+    norm[4 * 7..4 * 8].copy_from_slice(&f32::NAN.to_le_bytes());
+    let dir = container(&tensors, None);
+    let ids = dir.path().join("ids.u16");
+    fs::write(&ids, [1, 0, 2, 0, 3, 0]).unwrap();
+    let file = ids.to_str().unwrap();
+    let args: [&[&str]; 2] = [
+        &["generate"],
+        &["eval", "--device", "cpu", "--context", "2", "--ids", file],
+    ];
+    refused(
+        dir.path(),
+        &args,
+        &["the logit of token 0 at position", "is NaN"],
+    );
+    refused(
+        dir.path(),
+        &[&["doctor", "--deep"]],
+        &["model.norm.weight[7]", "a finite weight"],
+    );
+}
+
+/// Bytes of private memory at the end of a run.
+fn used(dir: &Path, args: &[&str]) -> u64 {
+    let mut command = generate(dir);
+    let stdout = command.args(args).arg("--json").assert().success();
+    let stdout = stdout.get_output().stdout.clone();
+    let object: Value = serde_json::from_slice(&stdout).unwrap();
+    object["memory_bytes"].as_u64().unwrap()
+}
+
+/// What doctor projects is what a run then takes, over what a run of a small model takes.
+#[cfg(target_os = "linux")]
+#[test]
+fn projections_hold() {
+    // Without its tokenizer, which takes its own.
+    let whole = host::model::default_directory().expect("models/sotu-row of the repository");
+    let sotu = tempfile::tempdir().unwrap();
+    for name in ["config.json", "dense.safetensors", "experts.ansx"] {
+        fs::copy(whole.join(name), sotu.path().join(name)).unwrap();
+    }
+    let sotu = sotu.path();
+    let tiny = container(&good(), None);
+    for tier in ["raw", "ans"] {
+        let facts = |dir: &Path| -> Value {
+            let mut command = host(&["doctor", "--json"], dir);
+            let stdout = command.assert().success().get_output().stdout.clone();
+            serde_json::from_slice::<Value>(&stdout).unwrap()["model"].clone()
+        };
+        let bytes = |dir: &Path, experts: &str| -> u64 {
+            let facts = facts(dir);
+            ["dense_bytes", experts]
+                .map(|f| facts[f].as_u64().unwrap())
+                .iter()
+                .sum()
+        };
+        let experts = if tier == "raw" {
+            "expert_raw_bytes"
+        } else {
+            "expert_bytes"
+        };
+        let projected = bytes(sotu, experts) - bytes(tiny.path(), "expert_bytes");
+        let taken = used(sotu, &["--tier", tier]) - used(tiny.path(), &[]);
+        eprintln!("{tier}: {projected} projected, {taken} taken");
+        // The allocator of so small a process keeps the buffer that its largest tensor, the
+        // embedding table, went through.
+        let staged = 2 * 4096 * 256;
+        let within = projected / 10;
+        assert!(
+            projected < taken + within && taken < projected + within + staged,
+            "{projected} projected, {taken} taken"
+        );
+    }
+}
+
 #[test]
 fn other_directories_are_named() {
     // A checkpoint that was not converted.

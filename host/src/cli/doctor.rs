@@ -9,7 +9,7 @@ use super::ui::{self, Progress};
 use crate::backend::cpu::Cpu;
 use crate::backend::kernels::{CudaDevice, DeviceError};
 use crate::interrupt;
-use crate::model::check::{check_all, check_dense};
+use crate::model::check::{Facts, check_all, check_dense};
 use crate::model::{Config, Source, default_directory};
 use crate::simd::Arm;
 use crate::tokenizer::Tokenizer;
@@ -79,9 +79,9 @@ struct DeviceFindings {
 #[derive(Serialize)]
 struct ModelFindings {
     directory: PathBuf,
-    layers: usize,
-    /// `raw` or `ans`.
-    tier: &'static str,
+    /// What it is made of, and what it will take.
+    #[serde(flatten)]
+    facts: Facts,
     /// Whether text can go in and out; token ids always can.
     tokenizer: bool,
 }
@@ -232,7 +232,8 @@ fn look_at_model(
     let look = || -> anyhow::Result<ModelFindings> {
         let config = Config::read(&directory)?;
         let source = Source::open(&directory, &config, None)?;
-        check_dense(&directory, &config)?;
+        let dense = check_dense(&directory, &config)?;
+        let facts = Facts::of(&config, &source, &dense)?;
         if deep {
             let mut progress = Progress::new("reading the model");
             let read = check_all(&directory, &config, |done, all| progress.set(done, all));
@@ -241,11 +242,7 @@ fn look_at_model(
         }
         let tokenizer = Tokenizer::read(&directory, &config)?.is_some();
         Ok(ModelFindings {
-            layers: config.layers.len(),
-            tier: match source.tier() {
-                crate::expert::Tier::Raw => "raw",
-                crate::expert::Tier::Ans => "ans",
-            },
+            facts,
             tokenizer,
             directory: directory.clone(),
         })
@@ -335,12 +332,12 @@ impl std::fmt::Display for Findings {
         )?;
         match &self.model {
             None => writeln!(f, "model     {}", missing())?,
-            Some(m) => writeln!(
+            Some(m) => write!(
                 f,
-                "model     {}, {} layers, experts {}",
+                "model     {}, {} layers\n{}",
                 m.directory.display(),
-                m.layers,
-                m.tier
+                m.facts.layers,
+                m.facts
             )?,
         }
         for p in &self.problems {

@@ -326,6 +326,7 @@ pub fn run(args: GenerateArgs) -> anyhow::Result<()> {
             "seed": seed,
             "timings": timings(&request, &generated, load_time),
             "placement": engine.placement(),
+            "memory_bytes": private_memory(),
         });
         ui::out(&format!("{object}\n"))?;
     } else if std::io::stdout().is_terminal() {
@@ -346,6 +347,13 @@ pub fn run(args: GenerateArgs) -> anyhow::Result<()> {
         rate(generated.ids.len().saturating_sub(1), generated.decode_time),
     );
     Ok(())
+}
+
+/// Bytes of this process's memory that no file stands behind; none where the system does not say.
+fn private_memory() -> Option<u64> {
+    let text = std::fs::read_to_string("/proc/self/status").ok()?;
+    let line = text.lines().find_map(|l| l.strip_prefix("RssAnon:"))?;
+    Some(1024 * line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()?)
 }
 
 fn fresh_seed() -> u64 {

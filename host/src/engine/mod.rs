@@ -69,6 +69,19 @@ pub enum EngineError {
     /// Budgets that hold no model, or what a plan needs.
     #[error(transparent)]
     Plan(#[from] RequestError),
+    /// Weights that overflow, or are not numbers.
+    #[error(
+        "the logit of token {token} at position {position} is {found}; see what is wrong with the \
+         model's weights with `host doctor --deep -m DIR`"
+    )]
+    NotFinite {
+        /// Token.
+        token: usize,
+        /// Position, from 0.
+        position: usize,
+        /// What it is.
+        found: f32,
+    },
     /// The back end, while it computed.
     #[error("{device}: {source}")]
     Backend {
@@ -262,8 +275,21 @@ impl<B: LoadExperts> Engine for Loaded<B> {
 
     fn forward(&mut self, ids: &[u32], wanted: Wanted) -> Result<Vec<f32>, EngineError> {
         let (session, _) = self.session.as_mut().expect("begin comes first");
+        let first = session.position();
         let logits = self.model.forward(session, ids, wanted);
-        logits.map_err(|e| self.failed(e))
+        let logits = logits.map_err(|e| self.failed(e))?;
+        match logits.iter().position(|x| !x.is_finite()) {
+            None => Ok(logits),
+            Some(at) => {
+                let vocab = self.model.config().vocab;
+                let skipped = ids.len() - logits.len() / vocab;
+                Err(EngineError::NotFinite {
+                    token: at % vocab,
+                    position: first + skipped + at / vocab,
+                    found: logits[at],
+                })
+            }
+        }
     }
 
     fn record_usage(&mut self) {

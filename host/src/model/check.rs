@@ -1,15 +1,19 @@
 //! Whether a model directory holds what its `config.json` asks for.
 
+use std::collections::BTreeMap;
 use std::path::Path;
 
 use rayon::prelude::*;
+use serde::Serialize;
 
 use super::config::Config;
 use super::directory::{ARCHIVE_FILE, Dense, RawExperts};
 use super::error::ModelError;
-use super::weights::{check_archive, inventory};
+use super::weights::{Source, check_archive, inventory};
 use crate::archive::{Archive, ExpertSource, verify};
+use crate::expert::Tier;
 use crate::interrupt;
+use crate::placement::memory::cache;
 
 /// Refuses a dense part that lacks a tensor, or has one of another shape or in a format that is
 /// not read, or scales that are not finite.
@@ -19,6 +23,101 @@ pub fn check_dense(dir: &Path, config: &Config) -> Result<Dense, ModelError> {
         dense.check(&name, &shape)?;
     }
     Ok(dense)
+}
+
+/// What a model is made of, as its files have it, and what it will take.
+#[derive(Clone, Debug, Serialize)]
+pub struct Facts {
+    /// Layers.
+    pub layers: usize,
+    /// Of them with routed experts.
+    pub sparse_layers: usize,
+    /// Experts of each.
+    pub experts: usize,
+    /// Number format of the raw experts: `int4-row` or `int4-g64`.
+    pub expert_format: &'static str,
+    /// `raw` or `ans`.
+    pub tier: &'static str,
+    /// Bytes of the experts in that tier.
+    pub expert_bytes: u64,
+    /// Bytes of them as raw int4 with f32 scales.
+    pub expert_raw_bytes: u64,
+    /// Dense tensors by format, as they are on disk.
+    pub dense_formats: BTreeMap<String, usize>,
+    /// Bytes of the dense part in memory.
+    pub dense_bytes: u64,
+    /// Positions that the model has.
+    pub positions: usize,
+    /// Bytes of the caches of so many positions.
+    pub cache_bytes: u64,
+}
+
+impl Facts {
+    /// Of a model whose parts were opened.
+    pub fn of(config: &Config, source: &Source, dense: &Dense) -> Result<Self, ModelError> {
+        let mut dense_formats = BTreeMap::new();
+        let mut dense_bytes = 0;
+        for (name, shape) in inventory(config) {
+            let format = dense.check(&name, &shape)?;
+            let cols = shape.last().copied().unwrap_or(1);
+            *dense_formats.entry(format.name(cols)).or_insert(0) += 1;
+            let n = shape.iter().product::<usize>() as u64;
+            let wide = name.ends_with("e_score_correction_bias");
+            dense_bytes += if wide { 4 * n } else { 2 * n };
+            if format.has_row_scales(cols) {
+                dense_bytes += 4 * shape[0] as u64;
+            }
+        }
+        let sparse_layers = config.sparse_layers().count();
+        let experts = config.router.experts;
+        Ok(Self {
+            layers: config.layers.len(),
+            sparse_layers,
+            experts,
+            expert_format: source.shape().scales.name(),
+            tier: match source.tier() {
+                Tier::Raw => "raw",
+                Tier::Ans => "ans",
+            },
+            expert_bytes: source.bytes(config)?,
+            expert_raw_bytes: (sparse_layers * experts * source.shape().raw_bytes()) as u64,
+            dense_formats,
+            dense_bytes,
+            positions: config.max_positions,
+            cache_bytes: cache(config, config.max_positions),
+        })
+    }
+}
+
+impl std::fmt::Display for Facts {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let mb = |bytes: u64| bytes as f64 / 1e6;
+        writeln!(
+            f,
+            "  experts  {} layers of {}, {}; {} {:.1} MB of {:.1} MB raw",
+            self.sparse_layers,
+            self.experts,
+            self.expert_format,
+            self.tier,
+            mb(self.expert_bytes),
+            mb(self.expert_raw_bytes)
+        )?;
+        let formats: Vec<String> = (self.dense_formats.iter())
+            .map(|(format, n)| format!("{n} {format}"))
+            .collect();
+        writeln!(
+            f,
+            "  dense    {:.1} MB in memory; tensors: {}",
+            mb(self.dense_bytes),
+            formats.join(", ")
+        )?;
+        writeln!(
+            f,
+            "  cache    {:.1} MB for all {} positions",
+            mb(self.cache_bytes),
+            self.positions
+        )
+    }
 }
 
 /// Reads all of a model: every dense weight and every scale is finite, every record of the archive

@@ -143,14 +143,10 @@ impl Dense {
         scales: &mut Vec<f32>,
     ) -> Result<bool, ModelError> {
         let weight = self.weight(name, shape)?;
-        match weight.format {
-            Format::Int8Row => (),
-            Format::Int4 { group } if group >= weight.cols => (),
-            _ => {
-                scales.resize(scales.len() + weight.rows, 1.0);
-                self.bf16(name, shape, bits)?;
-                return Ok(false);
-            }
+        if !weight.format.has_row_scales(weight.cols) {
+            scales.resize(scales.len() + weight.rows, 1.0);
+            self.bf16(name, shape, bits)?;
+            return Ok(false);
         }
         scales.extend_from_slice(&weight.scales);
         let integers = Weight {

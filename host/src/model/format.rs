@@ -48,6 +48,17 @@ impl Format {
     }
 }
 
+impl Format {
+    /// Whether it is integers with one scale a row.
+    pub fn has_row_scales(self, cols: usize) -> bool {
+        match self {
+            Format::Int8Row => true,
+            Format::Int4 { group } => group >= cols,
+            _ => false,
+        }
+    }
+}
+
 /// Formats of containers that are known by their bytes and not read.
 const UNREAD: [&str; 5] = [
     "int2-row",

@@ -125,6 +125,26 @@ impl Source {
         }
     }
 
+    /// Bytes that all experts will take, without reading them.
+    pub fn bytes(&self, config: &Config) -> Result<u64, ModelError> {
+        let experts = config.router.experts;
+        let layers = config.sparse_layers();
+        match self {
+            Source::Raw(_) | Source::Decoded(_) => {
+                Ok((layers.count() * experts * self.shape().raw_bytes()) as u64)
+            }
+            Source::Coded(archive) => {
+                let mut bytes = 0;
+                for layer in layers {
+                    for e in 0..experts {
+                        bytes += archive.bytes(layer as u32, e)?.len() as u64;
+                    }
+                }
+                Ok(bytes)
+            }
+        }
+    }
+
     /// A layer's experts and the bytes they take.
     fn layer(&self, l: usize) -> Result<(LayerExperts<'_>, u64), ModelError> {
         let raw_bytes = |n: usize| (n * self.shape().raw_bytes()) as u64;
