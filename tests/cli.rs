@@ -595,3 +595,68 @@ fn closed_pipes_and_ctrl_c_end_quietly() {
         "{stderr}"
     );
 }
+
+fn chat(args: &[&str]) -> Command {
+    let mut command = host(&["chat", "--device", "cpu", "--temp", "0"]);
+    command.args(args);
+    command
+}
+
+#[test]
+fn chat_answers_each_line_and_begins_anew() {
+    let answers = |input: &str, args: &[&str]| -> Vec<String> {
+        let mut command = chat(&["-n", "12"]);
+        let done = command.args(args).write_stdin(input).assert().success();
+        let out = String::from_utf8(done.get_output().stdout.clone()).unwrap();
+        out.lines().map(String::from).collect()
+    };
+    let question = "What of the Navy?\n";
+    let once = answers(question, &[]);
+    assert!(once.iter().any(|l| !l.trim().is_empty()), "{once:?}");
+    let twice = answers(&format!("{question}/clear\n{question}"), &[]);
+    assert_eq!(twice, [&once[..], &once[..]].concat());
+    // What was said counts, and so do instructions.
+    assert_ne!(answers(&question.repeat(2), &[]), twice);
+    assert_ne!(answers(question, &["--system", "Speak of the Army."]), once);
+    assert_eq!(answers("/exit\nno more\n", &[]), Vec::<String>::new());
+    // Text in, text out.
+    chat(&["-m"])
+        .arg(tiny())
+        .write_stdin(question)
+        .assert()
+        .code(1)
+        .stderr(contains("no tokenizer.json"));
+}
+
+#[cfg(unix)]
+#[test]
+fn ctrl_c_stops_the_answer_and_not_the_chat() {
+    use std::io::{BufRead, BufReader, Read, Write};
+    use std::process::Stdio;
+    let mut child = std::process::Command::new(env!("CARGO_BIN_EXE_host"))
+        .args(["chat", "--device", "cpu", "--temp", "0", "-n", "1900"])
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut stdin = child.stdin.take().unwrap();
+    let mut stdout = BufReader::new(child.stdout.take().unwrap());
+    writeln!(stdin, "What of the Navy?").unwrap();
+    // As soon as the answer begins.
+    let mut first = [0];
+    stdout.read_exact(&mut first).unwrap();
+    let kill = std::process::Command::new("kill")
+        .args(["-INT", &child.id().to_string()])
+        .status()
+        .unwrap();
+    assert!(kill.success());
+    let mut answer = String::new();
+    stdout.read_line(&mut answer).unwrap();
+    writeln!(stdin, "/exit").unwrap();
+    drop(stdin);
+    let done = child.wait_with_output().unwrap();
+    let stderr = String::from_utf8_lossy(&done.stderr);
+    assert_eq!(done.status.code(), Some(0), "{stderr}");
+    assert!(stderr.contains("stopped"), "{stderr}");
+}

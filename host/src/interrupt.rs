@@ -20,6 +20,11 @@ pub fn install() {
     });
 }
 
+/// Whether the user asked to stop; from now on he has not.
+pub fn take() -> bool {
+    REQUESTED.swap(false, Ordering::Relaxed)
+}
+
 /// Whether the user asked to stop.
 pub fn requested() -> bool {
     REQUESTED.load(Ordering::Relaxed)

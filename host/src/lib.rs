@@ -3,6 +3,7 @@
 pub mod archive;
 pub mod backend;
 pub mod bench;
+pub mod chat;
 pub mod cli;
 pub mod codec;
 pub mod convert;

@@ -82,6 +82,20 @@ impl Tokenizer {
         Ok([&self.prefix, encoding.get_ids()].concat())
     }
 
+    /// Tokens of a text that has its special tokens written out.
+    pub fn encode_as_is(&self, text: &str) -> Result<Vec<u32>, ModelError> {
+        let encoding = self.inner.encode(text, false).map_err(|e| {
+            let expected = "text that it encodes";
+            ModelError::field(&self.file, "prompt", expected, e, "change the prompt")
+        })?;
+        Ok(encoding.get_ids().to_vec())
+    }
+
+    /// A token's id, if there is such a token.
+    pub fn id(&self, token: &str) -> Option<u32> {
+        self.inner.token_to_id(token)
+    }
+
     /// A decoder for a stream of tokens.
     pub fn stream(&self) -> TextStream<'_> {
         TextStream {

@@ -99,10 +99,7 @@ impl EngineArgs {
         let engine = engine?;
         ui::note!("{}: {}", dir.display(), engine.placement());
         if engine.rounded() > 0 {
-            ui::note!(
-                "{} dense tensors were rounded from f32 to bf16",
-                engine.rounded()
-            );
+            ui::note!("{} dense tensors were rounded to bf16", engine.rounded());
         }
         Ok(engine)
     }
@@ -169,7 +166,7 @@ struct PromptArgs {
     prompt_ids: Option<Vec<u32>>,
 }
 
-fn temperature(text: &str) -> Result<f32, String> {
+pub(super) fn temperature(text: &str) -> Result<f32, String> {
     match text.parse() {
         Ok(t) if (0.0..=1000.0).contains(&t) => Ok(t),
         _ => Err("a number from 0 to 1000".into()),
@@ -178,9 +175,9 @@ fn temperature(text: &str) -> Result<f32, String> {
 
 /// `None`: whatever comes.
 #[derive(Clone, Copy)]
-struct Seed(Option<u64>);
+pub(super) struct Seed(pub Option<u64>);
 
-fn seed(text: &str) -> Result<Seed, String> {
+pub(super) fn seed(text: &str) -> Result<Seed, String> {
     match text.parse() {
         Ok(n) => Ok(Seed(Some(n))),
         Err(_) if text == "-1" => Ok(Seed(None)),
@@ -188,7 +185,7 @@ fn seed(text: &str) -> Result<Seed, String> {
     }
 }
 
-fn probability(text: &str) -> Result<f32, String> {
+pub(super) fn probability(text: &str) -> Result<f32, String> {
     match text.parse() {
         Ok(p) if p > 0.0 && p <= 1.0 => Ok(p),
         _ => Err("a number above 0, at most 1".into()),
@@ -356,7 +353,7 @@ fn private_memory() -> Option<u64> {
     Some(1024 * line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()?)
 }
 
-fn fresh_seed() -> u64 {
+pub(super) fn fresh_seed() -> u64 {
     use std::hash::{BuildHasher, RandomState};
     RandomState::new().hash_one(0)
 }

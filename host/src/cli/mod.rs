@@ -4,6 +4,7 @@
 //! explains, 2 wrong usage (clap's).
 
 mod bench;
+mod chat;
 mod convert;
 mod doctor;
 mod eval;
@@ -31,6 +32,8 @@ struct Cli {
 enum Command {
     /// Generate text from a prompt
     Generate(generate::GenerateArgs),
+    /// Talk with a model
+    Chat(chat::ChatArgs),
     /// Mean negative log-likelihood of given tokens, in nats
     Eval(eval::EvalArgs),
     /// Make a model directory from a Hugging Face checkpoint
@@ -66,6 +69,7 @@ pub fn main() -> ExitCode {
         .init();
     let done = match cli.command {
         Command::Generate(args) => generate::run(args),
+        Command::Chat(args) => chat::run(args),
         Command::Eval(args) => eval::run(args),
         Command::Convert(args) => convert::run(args),
         Command::Pack(args) => pack::run(args),

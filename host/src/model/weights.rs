@@ -133,7 +133,7 @@ impl Source {
             Source::Raw(_) | Source::Decoded(_) => {
                 Ok((layers.count() * experts * self.shape().raw_bytes()) as u64)
             }
-            Source::Coded(archive) => {
+            Source::Coded(archive) | Source::Tiered(Tiered { archive, .. }) => {
                 let mut bytes = 0;
                 for layer in layers {
                     for e in 0..experts {

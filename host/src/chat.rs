@@ -1,0 +1,204 @@
+//! Messages to the text that a model takes, by its chat template.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use minijinja::{Environment, Error, ErrorKind, context};
+use serde::Serialize;
+
+use crate::model::ModelError;
+
+/// Who speaks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Role {
+    /// Instructions before everything.
+    System,
+    /// The person.
+    User,
+    /// The model.
+    Assistant,
+}
+
+/// One message of a conversation.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Message {
+    /// Who said it.
+    pub role: Role,
+    /// What.
+    pub content: String,
+}
+
+impl Message {
+    /// Of these parts.
+    pub fn new(role: Role, content: impl Into<String>) -> Self {
+        Self {
+            role,
+            content: content.into(),
+        }
+    }
+}
+
+/// A model's chat template.
+pub struct Template {
+    /// Where it came from; none for GLM's own form.
+    file: Option<PathBuf>,
+    source: String,
+}
+
+/// GLM's form: role tokens without newlines, and an empty thought unless thoughts are wanted.
+const GLM: &str = "[gMASK]<sop>\
+{% for m in messages %}<|{{ m.role }}|>\
+{% if m.role == 'assistant' %}<think></think>{% endif %}{{ m.content }}\
+{% endfor %}\
+{% if add_generation_prompt %}<|assistant|>\
+{% if enable_thinking %}<think>{% else %}<think></think>{% endif %}{% endif %}";
+
+const REMEDY: &str = "copy it from the checkpoint again";
+
+impl Template {
+    /// `chat_template.jinja` in `dir`, or `chat_template` of `tokenizer_config.json`; where there is
+    /// neither, GLM's form.
+    pub fn read(dir: &Path) -> Result<Self, ModelError> {
+        let file = dir.join("chat_template.jinja");
+        if file.is_file() {
+            let source = fs::read_to_string(&file).map_err(|e| ModelError::io(&file, e, REMEDY))?;
+            return Self::new(Some(file), source);
+        }
+        let file = dir.join("tokenizer_config.json");
+        if file.is_file() {
+            let bytes = fs::read(&file).map_err(|e| ModelError::io(&file, e, REMEDY))?;
+            let value: serde_json::Value = serde_json::from_slice(&bytes)
+                .map_err(|e| ModelError::field(&file, "file", "JSON", e, REMEDY))?;
+            if let Some(source) = value["chat_template"].as_str() {
+                return Self::new(Some(file), source.into());
+            }
+        }
+        Self::new(None, GLM.into())
+    }
+
+    fn new(file: Option<PathBuf>, source: String) -> Result<Self, ModelError> {
+        let this = Self { file, source };
+        this.environment().map_err(|e| this.wrong(&e))?;
+        Ok(this)
+    }
+
+    /// Whether the model has a template of its own.
+    pub fn is_own(&self) -> bool {
+        self.file.is_some()
+    }
+
+    fn wrong(&self, e: &Error) -> ModelError {
+        let file = self
+            .file
+            .clone()
+            .unwrap_or_else(|| "GLM's chat form".into());
+        ModelError::field(&file, "chat template", "one that renders", e, REMEDY)
+    }
+
+    /// As transformers sets Jinja up.
+    fn environment(&self) -> Result<Environment<'_>, Error> {
+        let mut env = Environment::new();
+        env.set_trim_blocks(true);
+        env.set_lstrip_blocks(true);
+        env.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
+        env.add_function("raise_exception", |text: String| -> Result<String, Error> {
+            Err(Error::new(ErrorKind::InvalidOperation, text))
+        });
+        env.add_template("chat", &self.source)?;
+        Ok(env)
+    }
+
+    /// The text of a conversation, up to where the model's next answer begins.
+    pub fn render(&self, messages: &[Message], thinking: bool) -> Result<String, ModelError> {
+        let render = || -> Result<String, Error> {
+            self.environment()?.get_template("chat")?.render(context! {
+                messages => messages,
+                add_generation_prompt => true,
+                enable_thinking => thinking,
+            })
+        };
+        render().map_err(|e| self.wrong(&e))
+    }
+}
+
+/// An answer without the thoughts before it, as later turns see it.
+pub fn spoken(answer: &str) -> &str {
+    match answer.rsplit_once("</think>") {
+        Some((_, spoken)) => spoken.trim_start(),
+        None => answer,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn talk() -> Vec<Message> {
+        vec![
+            Message::new(Role::System, "Be brief."),
+            Message::new(Role::User, "Hello"),
+            Message::new(Role::Assistant, "Hi."),
+            Message::new(Role::User, "Bye\nnow"),
+        ]
+    }
+
+    #[test]
+    fn glm_form() {
+        let dir = tempfile::tempdir().unwrap();
+        let template = Template::read(dir.path()).unwrap();
+        assert!(!template.is_own());
+        assert_eq!(
+            template.render(&talk(), false).unwrap(),
+            "[gMASK]<sop><|system|>Be brief.<|user|>Hello<|assistant|><think></think>Hi.\
+             <|user|>Bye\nnow<|assistant|><think></think>"
+        );
+        let thinking = template.render(&talk(), true).unwrap();
+        assert!(thinking.ends_with("<|assistant|><think>"));
+        assert_eq!(spoken("<think>hm</think>\nYes."), "Yes.");
+        assert_eq!(spoken("Yes."), "Yes.");
+    }
+
+    #[test]
+    fn own_templates_are_rendered_as_jinja() {
+        let dir = tempfile::tempdir().unwrap();
+        let file = dir.path().join("chat_template.jinja");
+        let source = "\
+{%- set ns = namespace(n=0) -%}
+{%- for m in messages -%}
+    {%- set ns.n = ns.n + 1 -%}
+    {%- if m['role'] == 'system' and not loop.first -%}
+        {{- raise_exception('late') -}}
+    {%- endif -%}
+    {{- '<|' ~ m.role ~ '|>' + m.content.strip().split('\\n')[0] -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{ '<|assistant|>' }}{{ ns.n }}{%- endif -%}
+";
+        fs::write(&file, source).unwrap();
+        let template = Template::read(dir.path()).unwrap();
+        assert!(template.is_own());
+        assert_eq!(
+            template.render(&talk(), false).unwrap(),
+            "<|system|>Be brief.<|user|>Hello<|assistant|>Hi.<|user|>Bye<|assistant|>4"
+        );
+        let mut late = talk();
+        late.swap(0, 1);
+        let e = template.render(&late, false).unwrap_err().to_string();
+        assert!(
+            e.contains("chat_template.jinja") && e.contains("late"),
+            "{e}"
+        );
+        fs::write(&file, "{% for %}").unwrap();
+        let e = Template::read(dir.path()).err().unwrap().to_string();
+        assert!(
+            e.contains("chat template: expected one that renders"),
+            "{e}"
+        );
+        // In a tokenizer's configuration, as older checkpoints have it.
+        fs::remove_file(&file).unwrap();
+        let config = serde_json::json!({ "chat_template": "{{ messages | length }}" });
+        fs::write(dir.path().join("tokenizer_config.json"), config.to_string()).unwrap();
+        let template = Template::read(dir.path()).unwrap();
+        assert_eq!(template.render(&talk(), false).unwrap(), "4");
+    }
+}
