@@ -249,8 +249,13 @@ fn ratios() {
             );
         };
         for symbol in [Symbol::Pair, Symbol::Triple] {
-            for blocks in [12, 24, 48, 56, 96, 192, 384].map(|rows| rows * 2048) {
-                let mut o = options(SymbolChoice::Always(symbol), CodecChoice::Auto);
+            let mut o = options(SymbolChoice::Always(symbol), CodecChoice::Auto);
+            row(
+                &o,
+                &format!("{symbol:?}, default"),
+                gpu::layout::BLOCK_NIBBLES,
+            );
+            for blocks in [12, 24, 48, 96, 192, 384].map(|rows| rows * 2048) {
                 o.block_nibbles = Some(blocks);
                 row(&o, &format!("{symbol:?}"), blocks);
             }
