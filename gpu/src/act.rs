@@ -4,6 +4,7 @@
 //! g64), `h = silu(g) * u`, then `h` quantised as [`crate::quantise`] does.
 //!
 //! 1. One block a slot. `h` is computed once, kept in shared memory and quantised from there.
+//! 2. A thread's loads for four rows do not wait for each other.
 
 use bytemuck::{Pod, Zeroable};
 use cuda_std::mem::{Global, GlobalMut, Slice};
@@ -11,12 +12,16 @@ use cuda_std::shared::Shared;
 use cuda_std::{kernel, shared_array, thread};
 
 use crate::abi::MatrixDesc;
-use crate::arith::{abs, silu};
+use crate::arith::{abs, dequantise_row, silu};
+use crate::coded::unroll;
 use crate::partials::{Partials, Scales};
 use crate::quantise::quantise_row;
 
 /// Threads of a block.
 pub const THREADS: u32 = crate::quantise::THREADS;
+
+/// Rows that a thread has under way together.
+const AT_ONCE: usize = 4;
 
 /// Flag: scales for each 64 columns; partial sums are f32.
 pub const GROUPED: u32 = 1;
@@ -55,7 +60,7 @@ pub struct ActArgs {
 ///
 /// # Safety
 /// The views must be live and as long as [`ActArgs`] says, and so those of the descriptors.
-#[kernel(threads = 512)]
+#[kernel(threads = 512, min_blocks = 1)]
 pub unsafe fn act_quantise(args: ActArgs) {
     let scratch = shared_array![u32; 16];
     let slot = thread::block_idx_x();
@@ -91,22 +96,51 @@ pub unsafe fn act_quantise(args: ActArgs) {
     );
 
     let mut amax = 0.0f32;
-    let mut row = thread::thread_idx_x();
-    while row < args.rows {
-        let value = |matrix, scales: &Scales| {
-            if args.flags & GROUPED != 0 {
-                partials.grouped(matrix, slot, row, activation)
-            } else {
+    let mut first = thread::thread_idx_x();
+    while first < args.rows {
+        // Of rows past the end the last one is computed again, and not stored.
+        let row = |i: usize| (first + i as u32 * THREADS).min(args.rows - 1);
+        let mut values = [[0.0; 2]; AT_ONCE];
+        if args.flags & GROUPED == 0 && args.segs <= 4 {
+            // Without a branch between them: all loads are under way together.
+            let mut dots = [[0i32; 2]; AT_ONCE];
+            let mut scales = [[0.0; 2]; AT_ONCE];
+            unroll!(I in [0 1 2 3] {
+                dots[I] = [
+                    partials.dot(0, slot, row(I)),
+                    partials.dot(1, slot, row(I)),
+                ];
                 // SAFETY: a scale a row.
-                let scale = unsafe { scales.get(row) };
-                partials.by_row(matrix, slot, row, scale, activation)
+                scales[I] = unsafe { [gate.get(row(I)), up.get(row(I))] };
+            });
+            unroll!(I in [0 1 2 3] {
+                unroll!(M in [0 1] {
+                    values[I][M] = dequantise_row(scales[I][M], activation, dots[I][M]);
+                });
+            });
+        } else {
+            unroll!(I in [0 1 2 3] {
+                unroll!(M in [0 1] {
+                    values[I][M] = if args.flags & GROUPED != 0 {
+                        partials.grouped(M as u32, slot, row(I), activation)
+                    } else {
+                        let scales = if M == 0 { &gate } else { &up };
+                        // SAFETY: a scale a row.
+                        let scale = unsafe { scales.get(row(I)) };
+                        partials.by_row(M as u32, slot, row(I), scale, activation)
+                    };
+                });
+            });
+        }
+        unroll!(I in [0 1 2 3] {
+            let row = first + I as u32 * THREADS;
+            if row < args.rows {
+                let v = silu(values[I][0]) * values[I][1];
+                h.store(row, v);
+                amax = if abs(v) > amax { abs(v) } else { amax };
             }
-        };
-        let (g, u) = (value(0, &gate), value(1, &up));
-        let v = silu(g) * u;
-        h.store(row, v);
-        amax = if abs(v) > amax { abs(v) } else { amax };
-        row += THREADS;
+        });
+        first += AT_ONCE as u32 * THREADS;
     }
     // The barrier in `quantise_row` stands between these stores and its loads.
     quantise_row(slot, args.rows, amax, |c| h.load(c), scratch, outputs);

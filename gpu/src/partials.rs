@@ -106,6 +106,13 @@ impl Partials {
         dequantise_grouped(activation, sum)
     }
 
+    /// The dot product of a row that has at most four segments.
+    #[inline(always)]
+    pub fn dot(&self, matrix: u32, slot: u32, row: u32) -> i32 {
+        let four = self.four(self.of(matrix, slot), 0, row);
+        four.iter().fold(0u32, |dot, word| dot.wrapping_add(*word)) as i32
+    }
+
     /// The words of a row in four segments from `seg` on, without a branch between their loads; 0 past
     /// the last.
     #[inline(always)]
