@@ -216,6 +216,8 @@ fn what_cannot_be_is_refused() {
     fails(&["--layers", "1"], "--layers 1: expected at least 2");
     fails(&["--distinct-experts", "0"], "expected 1 to 96");
     fails(&["--distinct-experts", "97"], "expected 1 to 96");
+    tiny(&to, &["--hot", "1.5"]).code(2);
+    fails(&["--hot", "0.5", "--experts", "int4-g64"], "plane3");
     fails(&["--skew", "0.01:0.9"], "--skew 0.01:0.9: expected");
     fails(&["--tokenizer", "/nonexistent"], "give a tokenizer.json");
     tiny(&to, &["--skew", "much"]).code(2);

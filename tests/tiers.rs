@@ -8,7 +8,7 @@ use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, Instant};
 
 use assert_cmd::Command;
-use host::archive::{Archive, Record};
+use host::archive::{Archive, PackOptions, Record, pack};
 use host::backend::kernels::{
     CudaDevice, Device, DeviceError, EmulatedDevice, Faults, KernelBackend, KernelError, MockDevice,
 };
@@ -39,6 +39,7 @@ fn make(scales: ScaleKind) -> tempfile::TempDir {
         scales,
         seed: 3,
         skew: Some(Skew::PUBLISHED),
+        hot: 0.0,
         tokenizer: None,
     };
     synthesise(&options, &dir.path().join("model"), |_, _, _| ()).unwrap();
@@ -122,10 +123,41 @@ struct Layer {
 
 impl Layer {
     fn new(scales: ScaleKind) -> Self {
-        let path = model(scales).join("experts.ansx");
+        Self::open(&model(scales).join("experts.ansx"))
+    }
+
+    /// Every other expert in plane3.
+    fn plane3() -> Self {
+        static MADE: OnceLock<tempfile::TempDir> = OnceLock::new();
+        let dir = MADE.get_or_init(|| {
+            let dir = tempfile::tempdir().unwrap();
+            let from = Archive::open(model(ScaleKind::Row).join("experts.ansx")).unwrap();
+            let options = PackOptions {
+                hot: (0..EXPERTS).step_by(2).map(|e| (2, e)).collect(),
+                // Matrices this small grow.
+                least_saving: -10.0,
+                ..PackOptions::default()
+            };
+            pack(
+                &from,
+                &options,
+                &dir.path().join("a.ansx"),
+                |_| (),
+                || false,
+            )
+            .unwrap();
+            dir
+        });
+        let layer = Self::open(&dir.path().join("a.ansx"));
+        let kinds = [0, 1].map(|e| layer.archive.is_plane3(2, e).unwrap());
+        assert_eq!(kinds, [true, false]);
+        layer
+    }
+
+    fn open(path: &Path) -> Self {
         Self {
-            archive: Archive::open(&path).unwrap(),
-            file: Arc::new(DirectFile::open(&path).unwrap()),
+            archive: Archive::open(path).unwrap(),
+            file: Arc::new(DirectFile::open(path).unwrap()),
             number: 2,
         }
     }
@@ -166,8 +198,12 @@ fn mixed(seed: u64, tiers: usize) -> Vec<Tier> {
 
 /// Every tier alone and all of them mixed, one token and several, fused and not: the bits of one place.
 fn same_bits<D: Device>(b: &KernelBackend<D>, seed: u64) {
-    for scales in [ScaleKind::Row, ScaleKind::G64] {
-        let layer = Layer::new(scales);
+    let layers = [
+        Layer::new(ScaleKind::Row),
+        Layer::new(ScaleKind::G64),
+        Layer::plane3(),
+    ];
+    for layer in layers {
         let cases: Vec<Case> = [1, 2, 7].map(|n| Case::new(n, seed + n as u64)).into();
         let whole = layer.whole(b, Form::Fused);
         let expected: Vec<Vec<u32>> = cases.iter().map(|c| c.run(b, &whole).unwrap()).collect();
@@ -182,7 +218,11 @@ fn same_bits<D: Device>(b: &KernelBackend<D>, seed: u64) {
             for (case, expected) in cases.iter().zip(&expected) {
                 let found = case.run(b, &experts).unwrap();
                 let n = case.tokens;
-                assert!(found == *expected, "{scales:?}, placement {i}, {n} tokens");
+                assert!(
+                    found == *expected,
+                    "{}, placement {i}, {n} tokens",
+                    layer.archive.path().display()
+                );
             }
             let used = b.used(&experts);
             let all = used.tiers.iter().sum::<u64>() + used.vram;
@@ -318,8 +358,9 @@ fn failures_are_errors_and_leave_nothing_behind() {
 }
 
 /// Rates with which every tier is worth something.
-const RATES: &str = r#"{"version": 1, "machine": "made up", "rates": {
+const RATES: &str = r#"{"version": 2, "machine": "made up", "rates": {
     "hot": {"fixed": 4e-5, "each": 5e-6}, "ans": {"fixed": 1e-4, "each": 8e-6},
+    "plane3": {"fixed": 4e-5, "each": 4e-6},
     "cpu": {"fixed": 2e-5, "each": 1e-4}, "upload": {"fixed": 1e-5, "each": 2e-8},
     "disk": {"fixed": 1e-4, "each": 2e-7}, "round_trip": 3e-5, "dense": 1e-3}}"#;
 

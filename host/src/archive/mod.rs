@@ -420,6 +420,11 @@ impl Archive {
         Ok((range.start as u64, range.len()))
     }
 
+    /// Whether an expert's gate is plane3, as its record says, which is not checked here.
+    pub fn is_plane3(&self, layer: u32, expert: usize) -> Result<bool, ArchiveError> {
+        Ok(self.bytes(layer, expert)?.first() == Some(&Codec::Plane3.number()))
+    }
+
     /// The first expert with the record of this one: mostly itself.
     pub fn first(&self, layer: u32, expert: usize) -> Result<(u32, usize), ArchiveError> {
         let (_, i) = self.span(layer, expert)?;

@@ -93,7 +93,7 @@ impl EngineArgs {
             placed: (self.budget.any()).then(|| self.budget.request(positions)),
             positions,
         };
-        let mut progress = Progress::new("loading layers");
+        let mut progress = Progress::bytes("loading");
         let engine = engine::open(dir, options, |done, all| progress.set(done, all));
         progress.finish();
         let engine = engine?;

@@ -28,6 +28,9 @@ pub struct SynthArgs {
     /// `none`: all alike
     #[arg(long, value_name = "E:S", default_value = "0.48:0.85", value_parser = skew)]
     skew: SkewArg,
+    /// Share of each layer's experts, the most used, whose records are plane3
+    #[arg(long, value_name = "SHARE", default_value_t = 0.0, value_parser = share)]
+    hot: f64,
     /// Number format of the routed experts
     #[arg(long, value_enum, default_value = "int4-row")]
     experts: Format,
@@ -48,14 +51,20 @@ enum Format {
 #[derive(Clone, Copy)]
 struct SkewArg(Option<Skew>);
 
+fn share(text: &str) -> Result<f64, String> {
+    match text.parse() {
+        Ok(x) if (0.0..=1.0).contains(&x) => Ok(x),
+        _ => Err("expected a number from 0 to 1".into()),
+    }
+}
+
 fn skew(text: &str) -> Result<SkewArg, String> {
     if text == "none" {
         return Ok(SkewArg(None));
     }
     let parts = text.split_once(':');
-    let share = |s: &str| s.parse().ok().filter(|x| (0.0..=1.0).contains(x));
     match parts.map(|(e, s)| (share(e), share(s))) {
-        Some((Some(experts), Some(selections))) => Ok(SkewArg(Some(Skew {
+        Some((Ok(experts), Ok(selections))) => Ok(SkewArg(Some(Skew {
             experts,
             selections,
         }))),
@@ -75,6 +84,7 @@ pub fn run(args: SynthArgs) -> anyhow::Result<()> {
         },
         seed: args.seed,
         skew: args.skew.0,
+        hot: args.hot,
         tokenizer: args.tokenizer,
     };
     let shown: Mutex<Option<(Phase, Progress)>> = Mutex::new(None);

@@ -11,7 +11,7 @@ use crate::backend::kernels::{
 };
 use crate::backend::reference::Reference;
 use crate::expert::{Form, Tier};
-use crate::model::{Config, Model, ModelError, Session, Source, Wanted};
+use crate::model::{Config, Model, ModelError, Session, Source, Wanted, bytes_to_load};
 use crate::placement::request::{Request, RequestError, Size};
 use crate::placement::{self, Plan, Profile};
 
@@ -301,14 +301,13 @@ impl<B: LoadExperts> Engine for Loaded<B> {
     }
 }
 
-/// Loads the model of directory `dir`. `progress` gets `(layers done, layers)`.
+/// Loads the model of directory `dir`. `progress` gets `(bytes done, bytes)`.
 pub fn open(
     dir: &Path,
     options: Options,
     mut progress: impl FnMut(usize, usize),
 ) -> Result<Box<dyn Engine>, EngineError> {
     let config = Config::read(dir)?;
-    let layers = config.layers.len();
     match (options.device, &options.placed) {
         (Device::Emulator, Some(request)) => {
             let (device, free) = (EmulatedDevice::default(), EmulatedDevice::MEMORY);
@@ -341,12 +340,14 @@ pub fn open(
         _ => (),
     }
     let source = Source::open(dir, &config, options.tier)?;
+    let bytes = bytes_to_load(&config, &source)?;
+    let all = bytes.last().copied().unwrap_or(0) as usize;
     let load = Load {
         dir,
         config,
         source,
         form: options.form,
-        progress: &mut |done| progress(done, layers),
+        progress: &mut |done| progress(bytes[done - 1] as usize, all),
     };
     match options.device {
         Device::Cuda => load.on(cuda()?, true),
@@ -402,7 +403,6 @@ pub fn open_placed<D: crate::backend::kernels::Device + Clone + 'static>(
     progress: &mut impl FnMut(usize, usize),
 ) -> Result<Box<dyn Engine>, EngineError> {
     let config = Config::read(dir)?;
-    let layers = config.layers.len();
     let mut request = request.clone();
     let mut calibration = None;
     for attempt in 0.. {
@@ -426,6 +426,8 @@ pub fn open_placed<D: crate::backend::kernels::Device + Clone + 'static>(
         let Some((source, direct)) = source.tiered(planned.plan.tiers.clone(), staged)? else {
             return Err(EngineError::NoTiers { device: "cuda" });
         };
+        let bytes = bytes_to_load(&config, &source)?;
+        let all = bytes.last().copied().unwrap_or(0) as usize;
         let on_disk = planned.plan.table[placement::Tier::DiskAns as usize].experts;
         if on_disk > 0 && !direct {
             tracing::warn!(
@@ -439,7 +441,7 @@ pub fn open_placed<D: crate::backend::kernels::Device + Clone + 'static>(
             &source,
             options.form,
             |done| {
-                progress(done, layers);
+                progress(bytes[done - 1] as usize, all);
             },
         );
         // The caches too, while there is another plan to make.

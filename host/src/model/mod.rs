@@ -14,6 +14,7 @@ pub(crate) mod weights;
 pub use config::Config;
 pub use error::ModelError;
 pub use forward::{CHUNK, Session, Wanted};
+pub(crate) use weights::bytes_to_load;
 pub use weights::{Model, Placement, Source, check_archive, hex};
 
 /// Where a model is that nobody named: `$ANSATZ_MODEL`; else the repository's, where the program

@@ -172,6 +172,31 @@ impl Source {
     }
 }
 
+/// Bytes that are loaded when a model has each of its layers, embedding and head being loaded with
+/// the first.
+pub fn bytes_to_load(config: &Config, source: &Source) -> Result<Vec<u64>, ModelError> {
+    let mut bytes = vec![0; config.layers.len()];
+    for (name, shape) in inventory(config) {
+        let layer = name.strip_prefix("model.layers.");
+        let layer = layer.and_then(|rest| rest.split('.').next()?.parse::<usize>().ok());
+        bytes[layer.unwrap_or(0)] += 2 * shape.iter().product::<usize>() as u64;
+    }
+    for l in config.sparse_layers() {
+        for e in 0..config.router.experts {
+            bytes[l] += match source.coded() {
+                Some(archive) => archive.place_of(l as u32, e)?.1 as u64,
+                None => source.shape().raw_bytes() as u64,
+            };
+        }
+    }
+    let mut sum = 0;
+    for b in &mut bytes {
+        sum += *b;
+        *b = sum;
+    }
+    Ok(bytes)
+}
+
 /// A layer's records, all checked.
 fn records(archive: &Archive, l: usize) -> Result<(LayerRecords<'_>, Vec<Record<'_>>), ModelError> {
     let layer = archive.layer(l as u32)?;

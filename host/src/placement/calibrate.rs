@@ -19,7 +19,7 @@ use crate::expert::Form;
 use crate::model::Config;
 
 /// Version of the file that rates are kept in.
-const VERSION: u32 = 1;
+const VERSION: u32 = 2;
 
 /// Why there are no rates.
 #[derive(Debug, thiserror::Error)]
@@ -83,7 +83,7 @@ impl Calibration {
             )));
         }
         let r = &found.rates;
-        let lines = [&r.hot, &r.ans, &r.cpu, &r.upload, &r.disk];
+        let lines = [&r.hot, &r.ans, &r.plane3, &r.cpu, &r.upload, &r.disk];
         let all = lines.iter().flat_map(|l| [l.fixed, l.each]);
         if all
             .chain([r.round_trip, r.dense])
@@ -192,8 +192,20 @@ pub fn measure<D: Device>(
     // Twice as many as a token chooses, so that a cache does not hold them.
     let n = archive.experts().min(2 * top_k);
     let layer = archive.layer(archive.layers()[0])?;
-    let records: Vec<Record<'_>> = (0..n).map(|e| layer.record(e)).collect::<Result<_, _>>()?;
-    let raw = records
+    let records = |plane3: bool| -> Result<Vec<Record<'_>>, ArchiveError> {
+        let mut of_kind = Vec::new();
+        for e in 0..archive.experts() {
+            if of_kind.len() < n && archive.is_plane3(layer.number(), e)? == plane3 {
+                of_kind.push(layer.record(e)?);
+            }
+        }
+        Ok(of_kind)
+    };
+    let (rans, plane3) = (records(false)?, records(true)?);
+    let some = if rans.is_empty() { &plane3 } else { &rans };
+    let n = some.len();
+    let top_k = top_k.min(n);
+    let raw = some
         .iter()
         .map(Record::decode_all)
         .collect::<Result<Vec<_>, _>>()?;
@@ -218,14 +230,23 @@ pub fn measure<D: Device>(
     let experts = backend.load_experts(LayerExperts::Raw(raw), shape, Form::Fused)?;
     let hot = line(backend, &experts, sizes, seconds)?;
     drop(experts);
-    let coded = LayerExperts::Coded { layer, records };
-    let experts = backend.load_experts(coded, shape, Form::Fused)?;
-    let ans = line(backend, &experts, sizes, seconds)?;
-    drop(experts);
+    let coded = |records: Vec<Record<'_>>| -> Result<Option<Line>, CalibrateError> {
+        let n = records.len();
+        if n == 0 {
+            return Ok(None);
+        }
+        let coded = LayerExperts::Coded { layer, records };
+        let experts = backend.load_experts(coded, shape, Form::Fused)?;
+        let sizes = (shape.hidden, n, top_k.min(n));
+        Ok(Some(line(backend, &experts, sizes, seconds)?))
+    };
+    let (ans, plane3) = (coded(rans)?, coded(plane3)?);
+    let either = ans.or(plane3).unwrap_or(hot);
 
     Ok(Rates {
         hot,
-        ans,
+        ans: ans.unwrap_or(either),
+        plane3: plane3.unwrap_or(either),
         cpu: cpu_line,
         upload: upload(device)?,
         disk: disk(archive)?,

@@ -5,15 +5,16 @@
 //! tiers' shares of the selections; the layer's time is the mean over all such outcomes `n`:
 //!
 //! ```text
-//! resident = hot(n_hot) + ans(n_ans)                         GPU, what is in device memory
+//! resident = hot(n_hot) + coded(n_ans)                       GPU, what is in device memory
 //! copied   = max(upload((n_ram + n_disk) bytes),             PCIe, beside it
 //!                disk(n_disk bytes) + upload(1 record))      disk, each record copied as it arrives
-//! gpu      = max(resident, copied) + ans(n_ram + n_disk)     what was copied is multiplied last
+//! gpu      = max(resident, copied) + coded(n_ram + n_disk)   what was copied is multiplied last
 //! time     = round trip + max(gpu, cpu(n_raw))               the CPU works beside it
 //! ```
 //!
-//! `hot`, `ans`, `cpu`, `upload` and `disk` are lines: nothing for nothing, else a fixed part and a
-//! part in proportion ([`Line`]). The round trip, which tells the host what was chosen, is there
+//! `coded(n)` is `ans` of the records in rANS and `plane3` of those in plane3, of which there are
+//! binomially many by their share of the tier's selections. `hot`, `ans`, `plane3`, `cpu`, `upload` and
+//! `disk` are lines: nothing for nothing, else a fixed part and a part in proportion ([`Line`]). The round trip, which tells the host what was chosen, is there
 //! where a layer has any expert outside device memory. A token takes the sum over layers, and what
 //! the dense part takes.
 
@@ -66,8 +67,10 @@ impl Line {
 pub struct Rates {
     /// A layer's experts from int4 in device memory; unit: an expert.
     pub hot: Line,
-    /// A layer's experts from records in device memory; unit: an expert.
+    /// A layer's experts from records in rANS in device memory; unit: an expert.
     pub ans: Line,
+    /// The same from records in plane3; as `ans` where the archive has none.
+    pub plane3: Line,
     /// A layer's experts on the CPU; unit: an expert.
     pub cpu: Line,
     /// Host to device; unit: a byte.
@@ -116,6 +119,43 @@ pub struct Part {
     pub experts: usize,
     /// Share of the layer's selections, 0 to 1.
     pub share: f64,
+    /// What of that share goes to experts whose records are plane3.
+    pub plane3: f64,
+}
+
+impl Part {
+    /// Adds another's.
+    fn plus(mut self, other: &Part) -> Self {
+        self.experts += other.experts;
+        self.share += other.share;
+        self.plane3 += other.plane3;
+        self
+    }
+}
+
+/// Mean seconds of `n` experts from their records, chosen from `part`, by `n` up to the last.
+fn coded(rates: &Rates, part: &Part, last: usize) -> Vec<f64> {
+    let p = if part.share > 0.0 {
+        (part.plane3 / part.share).clamp(0.0, 1.0)
+    } else {
+        0.0
+    };
+    let time = |n: usize| {
+        if p <= 0.0 {
+            return rates.ans.at(n as f64);
+        }
+        if p >= 1.0 {
+            return rates.plane3.at(n as f64);
+        }
+        let mut weight = (1.0 - p).powi(n as i32);
+        let mut sum = 0.0;
+        for i in 0..=n {
+            sum += weight * (rates.plane3.at(i as f64) + rates.ans.at((n - i) as f64));
+            weight *= (n - i) as f64 / (i + 1) as f64 * p / (1.0 - p);
+        }
+        sum
+    };
+    (0..=last).map(time).collect()
 }
 
 /// Mean time of a layer that chooses `top_k` experts whose records have `record` bytes.
@@ -124,12 +164,15 @@ pub fn layer_time(rates: &Rates, top_k: usize, record: f64, parts: &[Part; TIERS
         .iter()
         .any(|t| parts[*t as usize].experts > 0);
     let round_trip = if outside { rates.round_trip } else { 0.0 };
+    let stays = coded(rates, &parts[Tier::VramAns as usize], top_k);
+    let away = parts[Tier::RamAns as usize].plus(&parts[Tier::DiskAns as usize]);
+    let comes = coded(rates, &away, top_k);
     let mut sum = LayerTime::default();
     let mut n = [0; TIERS];
     outcomes(parts, top_k, 0, 1.0, &mut n, &mut |n, chance| {
         let count = |t: Tier| n[t as usize] as f64;
         let copied = count(Tier::RamAns) + count(Tier::DiskAns);
-        let resident = rates.hot.at(count(Tier::VramHot)) + rates.ans.at(count(Tier::VramAns));
+        let resident = rates.hot.at(count(Tier::VramHot)) + stays[n[Tier::VramAns as usize]];
         let upload = rates.upload.at(copied * record);
         let disk = rates.disk.at(count(Tier::DiskAns) * record);
         let behind = if disk > 0.0 {
@@ -137,7 +180,7 @@ pub fn layer_time(rates: &Rates, top_k: usize, record: f64, parts: &[Part; TIERS
         } else {
             0.0
         };
-        let last = rates.ans.at(copied);
+        let last = comes[n[Tier::RamAns as usize] + n[Tier::DiskAns as usize]];
         let cpu = rates.cpu.at(count(Tier::RamRaw));
         let gpu = resident.max(upload).max(behind) + last;
         sum.total += chance * (round_trip + gpu.max(cpu));
@@ -197,6 +240,7 @@ mod tests {
         Rates {
             hot: line(40e-6, 5e-6),
             ans: line(120e-6, 8e-6),
+            plane3: line(50e-6, 4e-6),
             cpu: line(20e-6, 200e-6),
             upload: line(10e-6, 1.0 / 50e9),
             disk: line(100e-6, 1.0 / 5e9),
@@ -209,6 +253,7 @@ mod tests {
         shares.map(|share| Part {
             experts: usize::from(share > 0.0),
             share,
+            plane3: 0.0,
         })
     }
 
@@ -229,6 +274,24 @@ mod tests {
         let read = 100e-6 + 8.0 * 14e6 / 5e9;
         let behind = read + 10e-6 + 14e6 / 50e9;
         near(time(Tier::DiskAns), 30e-6 + behind + 184e-6);
+    }
+
+    #[test]
+    fn plane3_is_a_kind_of_record() {
+        let r = rates();
+        let time = |plane3: f64| {
+            let mut p = parts([0.0, 1.0, 0.0, 0.0, 0.0]);
+            p[Tier::VramAns as usize].plane3 = plane3;
+            layer_time(&r, 2, 14e6, &p).total
+        };
+        let near = |a: f64, b: f64| assert!((a - b).abs() < 1e-15, "{a} {b}");
+        near(time(0.0), r.ans.at(2.0));
+        near(time(1.0), r.plane3.at(2.0));
+        let both = r.plane3.at(1.0) + r.ans.at(1.0);
+        near(
+            time(0.5),
+            0.25 * r.ans.at(2.0) + 0.5 * both + 0.25 * r.plane3.at(2.0),
+        );
     }
 
     #[test]

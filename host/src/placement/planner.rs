@@ -20,6 +20,8 @@ pub struct LayerModel {
     pub chances: Vec<f64>,
     /// Bytes of each one's record.
     pub records: Vec<u64>,
+    /// Whether each one's record is plane3.
+    pub plane3: Vec<bool>,
 }
 
 /// The routed experts of a model.
@@ -114,6 +116,8 @@ struct Ranked {
     order: Vec<usize>,
     /// Sums of the chances of the first ranks, as shares of all selections.
     share: Vec<f64>,
+    /// The same of those whose records are plane3.
+    plane3: Vec<f64>,
     /// Sums of their record bytes, each aligned.
     records: Vec<u64>,
     /// Mean bytes of a record.
@@ -146,15 +150,18 @@ impl<'a> Search<'a> {
             let mut order: Vec<usize> = (0..l.chances.len()).collect();
             order.sort_by(|a, b| l.chances[*b].total_cmp(&l.chances[*a]));
             let all: f64 = l.chances.iter().sum();
-            let (mut share, mut records) = (vec![0.0], vec![0]);
+            let (mut share, mut plane3, mut records) = (vec![0.0], vec![0.0], vec![0]);
             for (r, e) in order.iter().enumerate() {
-                share.push(share[r] + l.chances[*e] / all);
+                let own = l.chances[*e] / all;
+                share.push(share[r] + own);
+                plane3.push(plane3[r] + if l.plane3[*e] { own } else { 0.0 });
                 records.push(records[r] + l.records[*e].next_multiple_of(ALIGN));
             }
             Ranked {
                 record: l.records.iter().sum::<u64>() as f64 / order.len() as f64,
                 order,
                 share,
+                plane3,
                 records,
             }
         });
@@ -180,6 +187,7 @@ impl<'a> Search<'a> {
         let parts = Self::ranges(counts).map(|r| Part {
             experts: r.len(),
             share: (ranked.share[r.end] - ranked.share[r.start]).max(0.0),
+            plane3: (ranked.plane3[r.end] - ranked.plane3[r.start]).max(0.0),
         });
         layer_time(self.rates, self.model.top_k, ranked.record, &parts)
     }
@@ -419,6 +427,7 @@ impl<'a> Search<'a> {
         let mut time = LayerTime::default();
         let mut bytes = [0; TIERS];
         let mut share = [0.0; TIERS];
+        let mut plane3 = 0.0;
         let mut tiers = Vec::with_capacity(self.layers.len());
         for (l, (ranked, counts)) in self.layers.iter().zip(&s.counts).enumerate() {
             time.add(&self.layer(l, counts));
@@ -428,6 +437,9 @@ impl<'a> Search<'a> {
             let mut of_layer = vec![Tier::DiskAns; ranked.order.len()];
             for (t, range) in Tier::ALL.into_iter().zip(Self::ranges(counts)) {
                 share[t as usize] += ranked.share[range.end] - ranked.share[range.start];
+                if t == Tier::VramAns {
+                    plane3 += ranked.plane3[range.end] - ranked.plane3[range.start];
+                }
                 for r in range {
                     of_layer[ranked.order[r]] = t;
                 }
@@ -437,7 +449,11 @@ impl<'a> Search<'a> {
         let n = self.layers.len() as f64;
         let lane = |t: Tier| match t {
             Tier::VramHot => self.rates.hot.each,
-            Tier::VramAns => self.rates.ans.each,
+            Tier::VramAns if share[t as usize] > 0.0 => {
+                let plane3 = (plane3 / share[t as usize]).clamp(0.0, 1.0);
+                plane3 * self.rates.plane3.each + (1.0 - plane3) * self.rates.ans.each
+            }
+            Tier::VramAns => 0.0,
             Tier::RamRaw => self.rates.cpu.each,
             Tier::RamAns => self.rates.upload.each * self.record(),
             Tier::DiskAns => self.rates.disk.each * self.record(),
@@ -498,7 +514,9 @@ pub fn plan(model: &ModelUse, rates: &Rates, budget: &Budget) -> Result<Plan, Pl
         return Err(PlanError::Model("there are no routed experts to place"));
     }
     for l in &model.layers {
-        let fits = l.chances.len() == l.records.len() && l.chances.len() >= model.top_k;
+        let fits = l.chances.len() == l.records.len()
+            && l.chances.len() == l.plane3.len()
+            && l.chances.len() >= model.top_k;
         let chances = l.chances.iter().all(|p| p.is_finite() && *p >= 0.0);
         if !fits || !chances || l.chances.iter().sum::<f64>() <= 0.0 {
             return Err(PlanError::Model(
@@ -559,6 +577,7 @@ mod tests {
         Rates {
             hot: line(40e-6, 5e-6),
             ans: line(110e-6, 8.5e-6),
+            plane3: line(40e-6, 4.5e-6),
             cpu: line(20e-6, 150e-6),
             upload: line(10e-6, 1.0 / 50e9),
             disk: line(100e-6, 1.0 / 5e9),
@@ -582,6 +601,7 @@ mod tests {
                     .map(|e| top_k as f64 * weight(e) / sum)
                     .collect(),
                 records: vec![RECORD; experts],
+                plane3: vec![false; experts],
             }
         };
         ModelUse {
@@ -626,6 +646,7 @@ mod tests {
                 counts[t] += 1;
                 parts[t].experts += 1;
                 parts[t].share += l.chances[e] / all;
+                parts[t].plane3 += if l.plane3[e] { l.chances[e] / all } else { 0.0 };
                 bytes[t] += match Tier::ALL[t] {
                     Tier::VramHot | Tier::RamRaw => model.raw_bytes,
                     _ => l.records[e],
@@ -781,6 +802,10 @@ mod tests {
                     x ^= x << 13; x ^= x >> 7; x ^= x << 17;
                     *p *= (x % 1000) as f64 / 500.0 + 0.001;
                     *r -= x % 1_000_000;
+                }
+                for p in &mut l.plane3 {
+                    x ^= x << 13; x ^= x >> 7; x ^= x << 17;
+                    *p = x % 3 == 0;
                 }
             }
             let mut rates = h200();

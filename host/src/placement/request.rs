@@ -210,8 +210,10 @@ impl Request {
                 .map(|e| Ok(archive.place_of(number, e)?.1 as u64))
                 .collect::<Result<_, ArchiveError>>()?;
             largest = largest.max(records.iter().copied().max().unwrap_or(0));
+            let plane3 = (0..experts).map(|e| archive.is_plane3(number, e));
             layers.push(LayerModel {
                 number,
+                plane3: plane3.collect::<Result<_, _>>()?,
                 chances: profile.chances(number, experts, top_k),
                 records,
             });

@@ -43,6 +43,8 @@ pub struct Options {
     pub seed: u64,
     /// Use of experts; `None`: all alike.
     pub skew: Option<Skew>,
+    /// Share of each layer's experts, the most used, whose records are plane3.
+    pub hot: f64,
     /// A `tokenizer.json` to copy; by default one of single bytes.
     pub tokenizer: Option<PathBuf>,
 }
@@ -77,13 +79,41 @@ pub enum SynthError {
     Options(String),
 }
 
-/// Experts of which the first few stand for all.
+/// Experts of which the first few stand for all: of those in plane3 their first few, and of the others
+/// theirs.
 struct Experts {
     shape: ExpertShape,
     layers: Vec<u32>,
     experts: usize,
-    distinct: usize,
     seed: u64,
+    /// For each expert, by layer and number, the first one with its bits.
+    first: Vec<usize>,
+}
+
+/// For each of the experts, some of which are hot, the first one with its bits, where `distinct` stand
+/// for all.
+fn stand_ins(hot: &[bool], distinct: usize) -> Vec<usize> {
+    let all = hot.iter().filter(|h| **h).count();
+    let of_hot = match all {
+        0 => 0,
+        n if n == hot.len() => distinct,
+        // At least one of each kind.
+        n => (distinct * n / hot.len()).clamp(1, distinct.max(2) - 1),
+    };
+    let most = [distinct.max(of_hot + 1) - of_hot, of_hot];
+    let mut stand_ins: [Vec<usize>; 2] = Default::default();
+    let mut seen = [0; 2];
+    (hot.iter().enumerate())
+        .map(|(i, hot)| {
+            let kind = usize::from(*hot);
+            let of_kind = &mut stand_ins[kind];
+            if of_kind.len() < most[kind] {
+                of_kind.push(i);
+            }
+            seen[kind] += 1;
+            of_kind[(seen[kind] - 1) % most[kind]]
+        })
+        .collect()
 }
 
 impl Experts {
@@ -114,13 +144,13 @@ impl ExpertSource for Experts {
                 expert,
             });
         };
-        let i = (i % self.distinct) as u64;
+        let i = self.first[i] as u64;
         Ok(synth::expert(mix(self.seed, i), &self.shape))
     }
 
     fn shared(&self, layer: u32, expert: usize) -> Option<(u32, usize)> {
         let i = self.number(layer, expert)?;
-        let first = i % self.distinct;
+        let first = self.first[i];
         let place = (self.layers[first / self.experts], first % self.experts);
         (first != i).then_some(place)
     }
@@ -162,18 +192,36 @@ pub fn synthesise(
             options.distinct
         )));
     }
+    let n = config.router.experts;
+    let most = (options.hot * n as f64).round() as usize;
+    let mut hot = vec![false; all];
+    for (l, layer) in layers.iter().enumerate() {
+        for e in router::hottest(n, *layer, options.seed, most) {
+            hot[l * n + e] = true;
+        }
+    }
+    let place = |(i, _): (usize, &bool)| (layers[i / n], i % n);
+    let pack_options = PackOptions {
+        hot: hot
+            .iter()
+            .enumerate()
+            .filter(|(_, h)| **h)
+            .map(place)
+            .collect(),
+        ..PackOptions::default()
+    };
     let experts = Experts {
         shape: config.expert_shape(options.scales),
+        first: stand_ins(&hot, options.distinct),
         layers,
-        experts: config.router.experts,
-        distinct: options.distinct,
+        experts: n,
         seed: mix(options.seed, u64::MAX),
     };
     let file = dir.join(ARCHIVE_FILE);
     let done = std::sync::atomic::AtomicU64::new(0);
     let summary = pack(
         &experts,
-        &PackOptions::default(),
+        &pack_options,
         &file,
         |_| {
             let done = done.fetch_add(1, std::sync::atomic::Ordering::Relaxed) + 1;
@@ -394,4 +442,27 @@ fn pool(seed: u64) -> Vec<f32> {
         .into_par_iter()
         .flat_map_iter(|i| Rng::new(mix(seed, i as u64)).normals(RUN))
         .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn stand_ins_are_of_their_kind_and_as_many_as_asked_for() {
+        for (all, every, distinct) in [(96, 4, 32), (96, 4, 2), (96, 4, 96), (7, 3, 5), (8, 1, 3)] {
+            let hot: Vec<bool> = (0..all).map(|i| i % every == 0).collect();
+            let first = stand_ins(&hot, distinct);
+            let mut own: Vec<usize> = first.clone();
+            own.sort_unstable();
+            own.dedup();
+            assert_eq!(own.len(), distinct, "{all} {every} {distinct}");
+            for (i, f) in first.iter().enumerate() {
+                assert!(*f <= i && hot[*f] == hot[i] && first[*f] == *f);
+            }
+        }
+        assert_eq!(stand_ins(&[false; 4], 2), [0, 1, 0, 1]);
+        // One cannot stand for two kinds.
+        assert_eq!(stand_ins(&[true, false, true], 1), [0, 1, 0]);
+    }
 }

@@ -159,6 +159,13 @@ impl Routing {
     }
 }
 
+/// The `n` experts of a layer that are used most.
+pub fn hottest(experts: usize, layer: u32, seed: u64, n: usize) -> Vec<usize> {
+    let mut order = order(experts, layer, seed);
+    order.truncate(n);
+    order
+}
+
 /// The use of experts to expect, as a profile.
 pub fn usage(routing: &Routing, layers: &[u32], seed: u64) -> Profile {
     let mut profile = Profile::new();

@@ -10,7 +10,7 @@ pub enum Shape {
     /// GLM-5.2: 78 layers, 75 of them with 256 experts, 744 billion parameters
     #[value(name = "glm-5.2")]
     Glm52,
-    /// GLM-4.7-Flash: 47 layers, 46 of them with 64 experts; with an indexer in the first layer
+    /// GLM-4.7-Flash: 47 layers, 46 of them with 64 experts
     #[value(name = "glm-4.7-flash")]
     Glm47Flash,
     /// 4 layers, 3 of them with 32 experts of 12 KiB; for tests
@@ -57,15 +57,12 @@ impl Shape {
                 "max_position_embeddings": 202_752, "routed_scaling_factor": 2.5,
                 "rope_parameters": {"rope_theta": 1_000_000.0, "rope_type": "default"},
             }),
-            // The first layer has an indexer, which this architecture asks for; a context that is
-            // no longer than its list makes it attend to everything, as the real one does.
             Shape::Glm47Flash => json!({
+                "architectures": ["Glm4MoeLiteForCausalLM"], "model_type": "glm4_moe_lite",
                 "vocab_size": 154_880, "hidden_size": 2048, "intermediate_size": 10_240,
                 "moe_intermediate_size": 1536, "n_routed_experts": 64, "num_experts_per_tok": 4,
                 "num_attention_heads": 20, "q_lora_rank": 768, "kv_lora_rank": 512,
                 "qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "v_head_dim": 256,
-                "index_n_heads": 1, "index_head_dim": 64, "index_topk": 202_752,
-                "indexer_types": types(layers, 1),
                 "max_position_embeddings": 202_752, "routed_scaling_factor": 1.8,
                 "rope_parameters": {"rope_theta": 1_000_000.0, "rope_type": "default"},
             }),
@@ -97,13 +94,6 @@ impl Shape {
         }
         Ok(format!("{:#}\n", Value::Object(all)))
     }
-}
-
-/// `full` for the first layers, `shared` for the others.
-fn types(layers: usize, full: usize) -> Vec<&'static str> {
-    (0..layers)
-        .map(|l| if l < full { "full" } else { "shared" })
-        .collect()
 }
 
 /// `<|endoftext|>` of the byte tokenizer, behind the 256 bytes.
@@ -149,4 +139,42 @@ fn byte_char(byte: u8) -> char {
     }
     let before = (0..byte).filter(|b| !printable(*b)).count() as u32;
     char::from_u32(256 + before).unwrap_or('\u{fffd}')
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::model::Config;
+
+    /// Weights of a model, in billions: what is published of the real ones.
+    fn billions(shape: Shape) -> f64 {
+        let dir = tempfile::tempdir().unwrap();
+        std::fs::write(dir.path().join("config.json"), shape.config(None).unwrap()).unwrap();
+        let c = Config::read(dir.path()).unwrap();
+        assert_eq!(c.layers.len(), shape.layers().0);
+        assert_eq!(c.router.experts, shape.experts());
+        let experts = c.sparse_layers().count() * c.router.experts;
+        assert_eq!(c.sparse_layers().next(), Some(shape.layers().1));
+        let dense: usize = (crate::model::weights::inventory(&c).iter())
+            .map(|(_, shape)| shape.iter().product::<usize>())
+            .sum();
+        (dense + experts * 3 * c.hidden * c.moe_intermediate) as f64 / 1e9
+    }
+
+    #[test]
+    fn shapes_are_as_large_as_the_real_models() {
+        assert!((740.0..750.0).contains(&billions(Shape::Glm52)));
+        assert!((29.0..32.0).contains(&billions(Shape::Glm47Flash)));
+        assert!(billions(Shape::Tiny) < 0.01);
+    }
+
+    #[test]
+    fn bytes_have_characters_of_their_own() {
+        let mut all: Vec<char> = (0..=255).map(byte_char).collect();
+        assert_eq!(all[usize::from(b' ')], '\u{120}');
+        assert_eq!(all[usize::from(b'a')], 'a');
+        all.sort_unstable();
+        all.dedup();
+        assert_eq!(all.len(), 256);
+    }
 }

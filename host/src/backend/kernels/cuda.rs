@@ -465,7 +465,7 @@ impl std::ops::Deref for CudaHost {
         if self.size == 0 {
             return &[];
         }
-        // SAFETY: allocated with this size and zeroed; owned.
+        // SAFETY: allocated by the driver with this size, so holding bytes; owned.
         unsafe { std::slice::from_raw_parts(self.address, self.size) }
     }
 }
@@ -671,18 +671,16 @@ impl Device for CudaDevice {
         let address = if bytes == 0 {
             null_mut()
         } else {
-            // SAFETY: zeroed below, before it can be read.
+            // SAFETY: the driver's pages hold some bytes or other, all of which are u8. (Zeroing them
+            // would touch all of a large host tier once more.)
             let pinned = unsafe { cuda_malloc_locked::<u8>(bytes) };
-            let address = pinned.map_err(|e| match e {
+            pinned.map_err(|e| match e {
                 CudaError::OutOfMemory => DeviceError::HostMemory {
                     device: inner.info.to_string(),
                     requested: bytes as u64,
                 },
                 e => inner.error("cuMemAllocHost", e),
-            })?;
-            // SAFETY: just allocated with this size.
-            unsafe { address.write_bytes(0, bytes) };
-            address
+            })?
         };
         Ok(CudaHost {
             device: inner.clone(),

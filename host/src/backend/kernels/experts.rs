@@ -286,10 +286,12 @@ impl<D: Device> KernelBackend<D> {
         tokens: usize,
         out: RowsMut<'_, Buffer<f32, D::Memory>>,
     ) -> Result<()> {
-        if let Some(tiers) = &experts.tiers
-            && !tiers.resident(tokens * top_k)
-        {
-            return self.run_tiers(experts, tiers, x, ids, weights, top_k, tokens, out);
+        if let Some(tiers) = &experts.tiers {
+            // What layers were loaded through is not needed any more.
+            self.drop_waves();
+            if !tiers.resident(tokens * top_k) {
+                return self.run_tiers(experts, tiers, x, ids, weights, top_k, tokens, out);
+            }
         }
         let hidden = experts.shape.hidden;
         let [gate_up, down] = &experts.classes;

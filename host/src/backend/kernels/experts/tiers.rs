@@ -115,9 +115,8 @@ pub struct Stage<M: DeviceMemory> {
     slots: usize,
     /// Bytes of a slot.
     slot: usize,
-    /// As many slots of [`Stage::read_slot`] bytes; empty where nothing is read.
+    /// As many slots of [`Stage::read_slot`] bytes; empty while no layer has anything to read.
     host: Mutex<M::Host>,
-    reads: bool,
 }
 
 impl<M: DeviceMemory> Stage<M> {
@@ -267,9 +266,6 @@ impl<D: Device> KernelBackend<D> {
         if tokens * top_k == 0 {
             return Ok(());
         }
-        // What layers were loaded through is not needed any more.
-        let cache = self.waves_cache().lock();
-        cache.unwrap_or_else(PoisonError::into_inner).take();
         let hidden = experts.shape.hidden;
         let view = input("experts: x", x, tokens, hidden)?;
         let to = output("experts: out", &out, tokens, hidden)?;
@@ -506,7 +502,7 @@ impl<D: Device> KernelBackend<D> {
         // Where everything goes, before anything is read.
         let (mut device, mut host) = (Places::default(), Places::default());
         let mut at = Vec::with_capacity(layer.tiers.len());
-        let (mut largest, mut reads, mut away) = (0, false, 0);
+        let (mut reads, mut away) = (false, false);
         for (e, tier) in layer.tiers.iter().enumerate() {
             let (_, bytes) = layer.archive.place_of(layer.number, e)?;
             at.push(match tier {
@@ -522,15 +518,12 @@ impl<D: Device> KernelBackend<D> {
                 Tier::RamAns => host.take(bytes),
                 Tier::RamRaw | Tier::DiskAns => 0,
             });
-            if matches!(tier, Tier::RamAns | Tier::DiskAns) {
-                largest = largest.max(bytes);
-                away += 1;
-            }
+            away |= matches!(tier, Tier::RamAns | Tier::DiskAns);
             reads |= *tier == Tier::DiskAns;
         }
         let stage = match away {
-            0 => None,
-            n => Some(self.stage_for(layer.staged.min(n), largest, reads)?),
+            false => None,
+            true => Some(self.stage_for(layer.staged, largest(layer)?, reads)?),
         };
         let memory = self.scratch::<u8>(device.bytes)?;
         let mut pinned = self.device().allocate_host(host.bytes)?;
@@ -652,6 +645,12 @@ impl<D: Device> KernelBackend<D> {
         Ok([one()?, one()?])
     }
 
+    /// Gives the pinned buffers that layers are loaded through back.
+    pub(super) fn drop_waves(&self) {
+        let cache = self.waves_cache().lock();
+        cache.unwrap_or_else(PoisonError::into_inner).take();
+    }
+
     /// An expert as int4 from byte `at` of `memory` on.
     fn upload_raw(
         &self,
@@ -683,37 +682,45 @@ impl<D: Device> KernelBackend<D> {
         Ok(())
     }
 
-    /// The stage, with room for `slots` records of `bytes` bytes. Layers share it.
+    /// The stage, with room for `slots` records of `bytes` bytes. Layers share it, so `bytes` is that
+    /// of the largest of all.
     fn stage_for(&self, slots: usize, bytes: usize, reads: bool) -> Result<Arc<Stage<D::Memory>>> {
         let mut stage = self.stage().lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(there) = stage.as_ref()
-            && there.slots >= slots
-            && there.slot >= bytes
-            && there.reads >= reads
-        {
-            return Ok(there.clone());
-        }
-        let before = stage.as_ref();
-        let slots = slots.max(before.map_or(0, |s| s.slots));
-        let slot = bytes
-            .next_multiple_of(ALIGNMENT)
-            .max(before.map_or(0, |s| s.slot));
-        let reads = reads || before.is_some_and(|s| s.reads);
-        let mut made = Stage {
-            memory: self.scratch(slots * slot)?,
-            slots,
-            slot,
-            host: Mutex::new(self.device().allocate_host(0)?),
-            reads,
+        let there = stage
+            .as_ref()
+            .filter(|s| s.slots >= slots && s.slot >= bytes);
+        let made = match there {
+            Some(there) => there.clone(),
+            None => {
+                let slot = bytes.next_multiple_of(ALIGNMENT);
+                Arc::new(Stage {
+                    memory: self.scratch(slots * slot)?,
+                    slots,
+                    slot,
+                    host: Mutex::new(self.device().allocate_host(0)?),
+                })
+            }
         };
         if reads {
-            let host = self.device().allocate_host(slots * made.read_slot())?;
-            made.host = Mutex::new(host);
+            let mut host = made.host.lock().unwrap_or_else(PoisonError::into_inner);
+            if host.is_empty() {
+                *host = self.device().allocate_host(made.slots * made.read_slot())?;
+            }
         }
-        let made = Arc::new(made);
         *stage = Some(made.clone());
         Ok(made)
     }
+}
+
+/// Bytes of the largest record of a layer's archive.
+fn largest(layer: &TieredLayer<'_>) -> Result<usize> {
+    let mut largest = 0;
+    for number in layer.archive.layers() {
+        for e in 0..layer.archive.experts() {
+            largest = largest.max(layer.archive.place_of(*number, e)?.1);
+        }
+    }
+    Ok(largest)
 }
 
 /// A descriptor whose addresses are from `base` on.
