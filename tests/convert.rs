@@ -517,6 +517,20 @@ fn fp8_checkpoints_give_the_tokens_of_transformers() {
     );
 }
 
+/// Experts of 64 columns have one group a row, which looks like a row scale.
+#[test]
+fn one_group_a_row_is_what_the_file_says() {
+    for scales in [ScaleKind::Row, ScaleKind::G64] {
+        let made = support::converted("tiny-lite", scales).unwrap();
+        let dir = made.path().join("model");
+        let config = Config::read(&dir).unwrap();
+        assert_eq!((config.hidden, config.moe_intermediate), (64, 64));
+        let experts = RawExperts::open(&dir, &config).unwrap();
+        assert_eq!(experts.shape().scales, scales);
+        matches(&dir, "tiny-lite-row");
+    }
+}
+
 #[test]
 fn dense_matrices_may_be_int8() {
     let out = tempfile::tempdir().unwrap();

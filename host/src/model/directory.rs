@@ -217,21 +217,35 @@ impl RawExperts {
                 }
             }
         }
-        // Row scales are group scales that are all the same; not so the other way round.
-        let row = |(format, cols): &(Format, usize)| matches!(format, Format::Int4 { group } if group >= cols);
-        if !formats.iter().all(row) {
-            this.shape.scales = ScaleKind::G64;
+        let fits = |kind: ScaleKind| {
+            formats.iter().all(|(format, cols)| match format {
+                Format::Int4 { group } => match kind {
+                    ScaleKind::Row => group >= cols,
+                    // A row of one group looks as if it had a row scale.
+                    ScaleKind::G64 => (*group).min(*cols) == gpu::arith::GROUP,
+                },
+                _ => false,
+            })
+        };
+        if container {
+            // Row scales are group scales that are all the same; not so the other way round.
+            if !fits(ScaleKind::Row) {
+                this.shape.scales = ScaleKind::G64;
+            }
+            return Ok(this);
         }
-        if !container {
-            let files = this.shards.files();
-            let stamp = files[0].metadata().get(EXPERTS_KEY).map(String::as_str);
-            let found = this.shape.scales;
-            if stamp.and_then(ScaleKind::from_name) != Some(found) {
+        let stamp = this.shards.files()[0].metadata().get(EXPERTS_KEY);
+        let kinds = [ScaleKind::Row, ScaleKind::G64];
+        match stamp.and_then(|s| ScaleKind::from_name(s)) {
+            Some(kind) if fits(kind) => this.shape.scales = kind,
+            _ => {
+                let names: Vec<_> = kinds.into_iter().filter(|k| fits(*k)).collect();
+                let names: Vec<&str> = names.iter().map(|k| k.name()).collect();
                 return Err(ModelError::field(
                     &path,
                     EXPERTS_KEY,
-                    format!("{}, as the tensors are", found.name()),
-                    stamp.unwrap_or("nothing"),
+                    format!("{}, as the tensors are", names.join(" or ")),
+                    stamp.map_or("nothing", String::as_str),
                     CONVERT,
                 ));
             }
