@@ -400,6 +400,8 @@ pub struct TieredLayer<'a> {
     pub tiers: &'a [Tier],
     /// Records that device memory has room for beside those that stay.
     pub staged: usize,
+    /// Whether loading reads through the page cache, which then holds all of the archive.
+    pub cached: bool,
 }
 
 /// A back end that can place routed experts.

@@ -36,6 +36,7 @@ pub struct Tiered {
     file: Arc<DirectFile>,
     tiers: Vec<Vec<placement::Tier>>,
     staged: usize,
+    cached: bool,
 }
 
 const FOREIGN: &str = "it is the archive of another model: make this one's with `host pack -m DIR`";
@@ -100,6 +101,8 @@ impl Source {
             .map_err(|e| ModelError::io(archive.path(), e, "check the file's permissions"))?;
         let direct = file.direct();
         let tiered = Tiered {
+            // A small archive is in the page cache already, or is read a second time from there.
+            cached: archive.file_len() < placement::request::available() / 4,
             file: Arc::new(file),
             archive,
             tiers,
@@ -607,6 +610,7 @@ impl<B: LoadExperts> Loader<'_, B> {
                 number: l as u32,
                 tiers: &t.tiers[index],
                 staged: t.staged,
+                cached: t.cached,
             };
             let placed = self.backend.load_tiers(&layer, source.shape(), form);
             if let Some(placed) = self.place(&what, placed)? {

@@ -19,7 +19,7 @@ use crate::expert::Form;
 use crate::model::Config;
 
 /// Version of the file that rates are kept in.
-const VERSION: u32 = 2;
+const VERSION: u32 = 3;
 
 /// Why there are no rates.
 #[derive(Debug, thiserror::Error)]
@@ -210,14 +210,7 @@ pub fn measure<D: Device>(
         .map(Record::decode_all)
         .collect::<Result<Vec<_>, _>>()?;
 
-    let cpu = Cpu::new()?;
-    let on_cpu = cpu.load_experts(LayerExperts::Raw(raw.clone()), shape, Form::Fused)?;
-    let cpu_line = line(&cpu, &on_cpu, (shape.hidden, n, top_k), |work| {
-        let start = Instant::now();
-        work()?;
-        Ok(start.elapsed().as_secs_f64())
-    })?;
-    drop(on_cpu);
+    let cpu_line = cpu(archive, top_k)?;
 
     let device = backend.device();
     let seconds = |work: &mut dyn FnMut() -> Result<(), KernelError>| {
@@ -243,15 +236,60 @@ pub fn measure<D: Device>(
     let (ans, plane3) = (coded(rans)?, coded(plane3)?);
     let either = ans.or(plane3).unwrap_or(hot);
 
+    let round_trip = round_trip(backend, config)?;
     Ok(Rates {
         hot,
         ans: ans.unwrap_or(either),
         plane3: plane3.unwrap_or(either),
-        cpu: cpu_line,
+        // The tokens come to the host, and what becomes of them goes back.
+        cpu: Line {
+            fixed: cpu_line.fixed + round_trip,
+            ..cpu_line
+        },
         upload: upload(device)?,
         disk: disk(archive)?,
-        round_trip: round_trip(backend, config)?,
+        round_trip,
         dense: dense(backend, config, seconds)?,
+    })
+}
+
+/// Experts on the CPU as a layer in tiers computes them: weights that no cache holds, threads that
+/// sleep until there is work.
+fn cpu(archive: &Archive, top_k: usize) -> Result<Line, CalibrateError> {
+    let shape = *archive.shape();
+    let layer = archive.layer(archive.layers()[0])?;
+    let n = archive.experts().min(4 * top_k);
+    let raw = (0..n).map(|e| layer.record(e)?.decode_all());
+    let raw = raw.collect::<Result<Vec<_>, ArchiveError>>()?;
+    let cpu = Cpu::new()?;
+    let experts = cpu.load_experts(LayerExperts::Raw(raw), shape, Form::Fused)?;
+    let x = Rng::new(5).normals(top_k * shape.hidden);
+    let mut next = 0;
+    let mut time = |k: usize| -> Result<f64, CpuError> {
+        let mut times = Vec::with_capacity(RUNS);
+        for _ in 0..RUNS {
+            let ids: Vec<u32> = (0..k).map(|i| ((next + i) % n) as u32).collect();
+            next += k;
+            std::thread::sleep(std::time::Duration::from_millis(1));
+            let start = Instant::now();
+            let x = cpu.upload(&x[..k * shape.hidden])?;
+            let (ids, ones) = (cpu.upload(&ids)?, cpu.upload(&vec![1.0f32; k])?);
+            let mut out = cpu.alloc::<f32>(k * shape.hidden)?;
+            let to = rows_mut(&mut out, shape.hidden);
+            cpu.experts(&experts, rows(&x, shape.hidden), &ids, &ones, 1, k, to)?;
+            black_box(&out);
+            times.push(start.elapsed().as_secs_f64());
+        }
+        Ok(median(times))
+    };
+    let (one, all) = (time(1)?, time(top_k)?);
+    Ok(if top_k == 1 {
+        Line {
+            fixed: 0.0,
+            each: one,
+        }
+    } else {
+        Line::through((1.0, one), (top_k as f64, all))
     })
 }
 

@@ -158,12 +158,17 @@ fn keep(to: &mut [u8], from: &[(usize, &[u8])]) {
 fn load<'a>(layer: &TieredLayer<'a>, expert: usize, room: &'a mut [u8]) -> Result<Loaded<'a>> {
     let (at, bytes) = layer.archive.place_of(layer.number, expert)?;
     let start = room.as_ptr().addr();
-    let read = layer.file.read_into(at, bytes, room);
-    let read = read.map_err(|source| KernelError::Read {
-        layer: layer.number,
-        expert,
-        source,
-    })?;
+    let read = if layer.cached {
+        room[..bytes].copy_from_slice(layer.archive.bytes(layer.number, expert)?);
+        &room[..bytes]
+    } else {
+        let read = layer.file.read_into(at, bytes, room);
+        read.map_err(|source| KernelError::Read {
+            layer: layer.number,
+            expert,
+            source,
+        })?
+    };
     let record = layer.archive.record_in(layer.number, expert, read)?;
     let raw = match layer.tiers[expert] {
         Tier::VramHot | Tier::RamRaw => Some(record.decode_all()?.map(|m| RawMatrix {
