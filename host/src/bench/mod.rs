@@ -679,8 +679,8 @@ mod tests {
 
     fn check<B: Timed>(b: &B, decodes: bool) {
         let shape = ExpertShape {
-            hidden: 256,
-            intermediate: 128,
+            hidden: 512,
+            intermediate: 256,
             scales: ScaleKind::Row,
         };
         let settings = Settings {
@@ -716,7 +716,7 @@ mod tests {
                 Stage::Down => 1.0,
                 Stage::Matrices | Stage::Decode | Stage::Ffn => 3.0,
             };
-            let packed = matrices * 2.0 * 256.0 * 128.0 / 2.0;
+            let packed = matrices * 2.0 * 512.0 * 256.0 / 2.0;
             // f64 rounding.
             assert!((bytes - packed).abs() < 1e-6 * packed, "{bytes} {packed}");
             match m.form {
