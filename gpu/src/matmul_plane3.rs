@@ -34,11 +34,11 @@
 //! Shared memory: [`X_BYTES`] for each warp, then [`LIST_BYTES`] for each, then [`sum_bytes`].
 
 use cuda_std::intrinsics::{
-    bitselect, dp2a_hi_s32_u32, dp2a_lo_s32_u32, dp4a_u32_u32, lanemask_lt, lop3,
+    bitselect, dp2a_hi_s32_u32, dp2a_lo_s32_u32, dp4a_u32_u32, lanemask_lt, lop3, mad_lo,
 };
 use cuda_std::mem::{Global, GlobalMut, cp_async_16, cp_async_commit, cp_async_wait};
 use cuda_std::shared::Shared;
-use cuda_std::{kernel, thread, warp};
+use cuda_std::{grid, kernel, thread, warp};
 
 pub use crate::abi::ExpertArgs;
 
@@ -79,7 +79,7 @@ pub const fn warp_bytes(strips: u32) -> u32 {
 /// # Safety
 /// The arrays of `args` are as [`ExpertArgs`] says and live, `args.split` as the matrices' segments
 /// ask for, scales one a row; dynamic shared memory is as the module says.
-#[kernel(threads = 256, min_blocks = 3)]
+#[kernel(threads = 256, min_blocks = 3, prologue)]
 pub unsafe fn matmul_plane3(args: ExpertArgs) {
     // SAFETY: the caller's promise.
     unsafe { matmul::<32>(&args) }
@@ -89,7 +89,7 @@ pub unsafe fn matmul_plane3(args: ExpertArgs) {
 ///
 /// # Safety
 /// As [`matmul_plane3()`].
-#[kernel(threads = 256, min_blocks = 3)]
+#[kernel(threads = 256, min_blocks = 3, prologue)]
 pub unsafe fn matmul_plane3_half(args: ExpertArgs) {
     // SAFETY: the caller's promise.
     unsafe { matmul::<16>(&args) }
@@ -99,7 +99,7 @@ pub unsafe fn matmul_plane3_half(args: ExpertArgs) {
 ///
 /// # Safety
 /// As [`matmul_plane3()`].
-#[kernel(threads = 256, min_blocks = 2)]
+#[kernel(threads = 256, min_blocks = 2, prologue)]
 pub unsafe fn matmul_plane3_narrow(args: ExpertArgs) {
     // SAFETY: the caller's promise.
     unsafe {
@@ -164,6 +164,7 @@ fn find<const S: u32>(args: &ExpertArgs, mut number: u32, jobs: u32, stride: u32
                 && args.min_tokens <= 1
                 && args.max_tokens >= 1;
             if number < jobs && !warp::all(ours && units >= PLANE_UNITS as u32) {
+                grid::wait();
                 fault(ours, args.faults);
                 if !ours && div_rem(seg, args.split).1 != 0 {
                     clear(
@@ -250,6 +251,7 @@ unsafe fn matmul<const S: u32>(args: &ExpertArgs) {
     let stride = warps * thread::grid_dim_x();
     let number = warp * thread::grid_dim_x() + thread::block_idx_x();
     if number >= jobs {
+        grid::wait();
         return;
     }
     let mut i = lane;
@@ -260,6 +262,7 @@ unsafe fn matmul<const S: u32>(args: &ExpertArgs) {
     warp::sync_warp();
     let mut next = find::<S>(args, number, jobs, stride);
     if next.number >= jobs {
+        grid::wait();
         return;
     }
     let mut bad = false;
@@ -272,6 +275,8 @@ unsafe fn matmul<const S: u32>(args: &ExpertArgs) {
         even[Q] = ahead.load_v4_stream(Q as u32 * 128 + lane * 4);
         odd[Q] = ahead.load_v4_stream(step + Q as u32 * 128 + lane * 4);
     });
+    // What is read up to here, no kernel in flight writes.
+    grid::wait();
     let mut x = [0u32; 16];
     let mut offset = 0;
     let (mut input, mut seg) = (u32::MAX, 0);
@@ -301,14 +306,14 @@ unsafe fn matmul<const S: u32>(args: &ExpertArgs) {
         cp_async_commit();
         next = find::<S>(args, next.number + stride, jobs, stride);
         let more = next.number < jobs;
-
+        if more {
+            header = [next.header.load_nc(0), next.header.load_nc(1)];
+        }
         ahead = ahead.at(u64::from(2 * step));
         let mut keep = [0; 2];
         let mut i = 0;
         // As a word of the arguments: the compiler would unroll the loop.
         while i < PAIRS * one {
-            next.header.reload_u32(i == 0 && more, 0, &mut header[0]);
-            next.header.reload_u32(i == 0 && more, 1, &mut header[1]);
             let load = i + 1 < PAIRS || more;
             multiply::<S>(&mut even, ahead, 0, load, &x, 8 * i, memory, &mut keep);
             // Here it keeps the compiler from moving the loads behind both steps.
@@ -332,6 +337,9 @@ unsafe fn matmul<const S: u32>(args: &ExpertArgs) {
             if i + 2 < PAIRS {
                 ahead = ahead.at(u64::from(2 * step));
             } else if i + 2 == PAIRS && more {
+                // Not before: as far as the compiler knows it depends on the step.
+                let none = lanemask_lt() >> 31;
+                header = header.map(|word| mad_lo(i, none, word));
                 ahead = next.start(&mut header, &mut bad);
             }
             i += 1;
