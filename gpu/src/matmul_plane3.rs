@@ -15,9 +15,8 @@
 //! 2. No shifts: `word & 0x70707070` is multiplied as it is, 16 times too large, in a sum of its own.
 //! 3. Planes come a step of 4 warp rows at a time into two register buffers, each reloaded right
 //!    after its last use, on into the next job. Lists are copied to shared memory at the job's
-//!    start; lists of more than [`LIST_BYTES`] are finished from global memory. The next job's
-//!    header is asked for while this one runs, at an address that differs by lane as far as the
-//!    compiler knows: behind a load from a uniform one it waits at once.
+//!    start; lists of more than [`LIST_BYTES`] are finished from global memory. Jobs are resolved
+//!    4 at a time, headers and all.
 //! 4. Positions are kept doubled, as byte distances of i16. A lane's 16 positions are sums over its
 //!    words by `dp4a` on top of one scan over lanes.
 //! 5. Entries are added by atomic additions in shared memory to sums of each matrix row and list,
@@ -34,9 +33,9 @@
 //! Shared memory: [`X_BYTES`] for each warp, then [`LIST_BYTES`] for each, then [`sum_bytes`].
 
 use cuda_std::intrinsics::{
-    bitselect, dp2a_hi_s32_u32, dp2a_lo_s32_u32, dp4a_u32_u32, lanemask_lt, lop3, mad_lo,
+    bitselect, dp2a_hi_s32_u32, dp2a_lo_s32_u32, dp4a_u32_u32, lanemask_lt, lop3, popc,
 };
-use cuda_std::mem::{Global, GlobalMut, cp_async_16, cp_async_commit, cp_async_wait};
+use cuda_std::mem::{Global, GlobalMut, Slice, cp_async_16, cp_async_commit, cp_async_wait};
 use cuda_std::shared::Shared;
 use cuda_std::{grid, kernel, thread, warp};
 
@@ -56,6 +55,13 @@ pub const BLOCKS: u32 = 3;
 pub const X_BYTES: u32 = 2048;
 /// Bytes of a warp's lists.
 pub const LIST_BYTES: u32 = 2048;
+/// Groups of 16 entries that are copied to shared memory.
+const AT_HAND: u32 = LIST_BYTES / 16;
+/// Jobs that a warp resolves at a time.
+const QUEUE: u32 = 4;
+/// Bytes of a job's entry, words: address of its planes (two), lengths of its lists, 256 times its row
+/// of activations plus its segment; where its results go, and how many of them the matrix has.
+const ENTRY: u32 = 32;
 /// Pairs of steps of a job.
 const PAIRS: u32 = STEPS as u32 / 2;
 
@@ -71,7 +77,7 @@ pub const fn sum_bytes(strips: u32) -> u32 {
 
 /// Bytes of shared memory of a warp.
 pub const fn warp_bytes(strips: u32) -> u32 {
-    X_BYTES + LIST_BYTES + sum_bytes(strips)
+    X_BYTES + LIST_BYTES + sum_bytes(strips) + 2 * QUEUE * ENTRY
 }
 
 /// See the module; segments of 1,024 columns.
@@ -111,24 +117,6 @@ pub unsafe fn matmul_plane3_narrow(args: ExpertArgs) {
     }
 }
 
-/// A job of the launch, as far as it is known before its header.
-#[derive(Clone, Copy)]
-struct Next {
-    /// Number; at least the launch's jobs where there is none.
-    number: u32,
-    /// The matrix' stream, and its units, at least a job's planes.
-    stream: Global<u32>,
-    units: u32,
-    /// Its header.
-    header: Global<u32>,
-    /// Row of activations and segment.
-    input: u32,
-    seg: u32,
-    /// Where its results go, and how many of them the matrix has.
-    out: u32,
-    rows: u32,
-}
-
 /// A warp's shared memory: bytes from the start.
 #[derive(Clone, Copy)]
 struct Memory {
@@ -136,76 +124,17 @@ struct Memory {
     x: u32,
     list: u32,
     sums: u32,
-}
-
-/// The first job from `number` on that the launch covers. Of those that it passes over, results in
-/// further parts of a segment are set to 0. A warp operation.
-#[inline(always)]
-fn find<const S: u32>(args: &ExpertArgs, mut number: u32, jobs: u32, stride: u32) -> Next {
-    // Zero, which the compiler does not know, nor that lanes agree.
-    let none = lanemask_lt() >> 31;
-    loop {
-        let segs = args.segs * args.split;
-        let (rest, seg) = div_rem(number, segs);
-        let (rest, block) = div_rem(rest, args.blocks);
-        let (active, matrix) = div_rem(rest, args.count);
-        // SAFETY: arrays that no kernel in flight writes. Past the last job everything is read at
-        // an index of the first, which is there: a launch has at least one.
-        let mut next = unsafe {
-            let active = if number < jobs { active } else { 0 };
-            let active =
-                Global::<[u32; 4]>::new(args.active).load_v4((args.active_begin + active) * 4);
-            let desc =
-                Global::<MatrixDesc>::new(args.descs).load_nc(active[0] * 3 + args.first + matrix);
-            let units = (desc.stream.len / 4) as u32;
-            let ours = desc.codec == CODEC_PLANE3
-                && block < desc.n_blocks
-                && active[2] == 1
-                && args.min_tokens <= 1
-                && args.max_tokens >= 1;
-            if number < jobs && !warp::all(ours && units >= PLANE_UNITS as u32) {
-                grid::wait();
-                fault(ours, args.faults);
-                if !ours && div_rem(seg, args.split).1 != 0 {
-                    clear(
-                        args,
-                        matrix * segs + seg,
-                        block * (1024 / S),
-                        1024 / S,
-                        active,
-                    );
-                }
-                number += stride;
-                continue;
-            }
-            let segment = matrix * segs + seg;
-            Next {
-                number,
-                stream: Global::new(desc.stream),
-                units,
-                header: Global::new(desc.blocks),
-                input: active[1],
-                seg,
-                out: (segment * args.slots + active[1]) * args.rows + block * (1024 / S),
-                rows: args.rows - block * (1024 / S),
-            }
-        };
-        if number < jobs {
-            next.header = next.header.at(u64::from(2 * (block * segs + seg) + none));
-            next.input = input_of(args, next.input);
-        }
-        return next;
-    }
+    queue: u32,
 }
 
 /// Leaves 0 as the results of `rows` rows from `first` on, for all tokens of an expert.
 #[inline(always)]
-fn clear(args: &ExpertArgs, segment: u32, first: u32, rows: u32, active: [u32; 4]) {
+fn clear(args: &ExpertArgs, segment: u32, first: u32, rows: u32, slot: u32, tokens: u32) {
     // SAFETY: `out` holds `count * segs * split * slots * rows` words; each is written by one lane.
     let out = unsafe { GlobalMut::<u32>::new(args.out) };
     let mut token = 0;
-    while token < active[2] {
-        let at = (segment * args.slots + active[1] + token) * args.rows;
+    while token < tokens {
+        let at = (segment * args.slots + slot + token) * args.rows;
         let mut row = first + warp::lane_id();
         while row < first + rows && row < args.rows {
             out.store(at + row, 0);
@@ -215,18 +144,139 @@ fn clear(args: &ExpertArgs, segment: u32, first: u32, rows: u32, active: [u32; 4
     }
 }
 
-impl Next {
-    /// The job's stream from its start on. `header` is clamped to the matrix' stream.
+/// The warp's jobs, resolved [`QUEUE`] at a time, a lane each: what leads to a job's planes is one
+/// chain of loads for all of them. Two halves of shared memory in turn, so that the entry of the job
+/// that runs stays.
+struct Queue<'a> {
+    args: &'a ExpertArgs,
+    memory: Memory,
+    /// Jobs of the launch, and how far a warp's are apart.
+    jobs: u32,
+    stride: u32,
+    /// First job not yet resolved.
+    number: u32,
+    /// Entry of the next job, and how many there are.
+    next: u32,
+    left: u32,
+}
+
+impl Queue<'_> {
+    /// Byte of shared memory of the next job's entry, if there is one. A warp operation.
     #[inline(always)]
-    fn start(&self, header: &mut [u32; 2], bad: &mut bool) -> Global<u32> {
-        let last = self.units - PLANE_UNITS as u32;
-        let start = if header[0] < last { header[0] } else { last };
-        let groups = (header[1] & 0xffff) + (header[1] >> 16);
-        if header[0] > last || groups > last - start {
-            header[1] = 0;
-            *bad = true;
+    fn pop<const S: u32>(&mut self) -> Option<u32> {
+        let half = self.next / QUEUE % 2 ^ 1;
+        while self.left == 0 && self.number < self.jobs {
+            self.next = half * QUEUE;
+            self.left = self.fill::<S>();
+            self.number += QUEUE * self.stride;
         }
-        self.stream.at(u64::from(start * 4))
+        if self.left == 0 {
+            return None;
+        }
+        let entry = self.memory.queue + self.next * ENTRY;
+        self.next += 1;
+        self.left -= 1;
+        // The next job's is in the other half where this one was the last.
+        if self.left == 0 {
+            self.next -= 1;
+        }
+        Some(entry)
+    }
+
+    /// Resolves jobs to entries from `next` on; their number. Of jobs that are none of the kernel's,
+    /// results in further parts of a segment are set to 0. A warp operation.
+    #[inline(always)]
+    fn fill<const S: u32>(&self) -> u32 {
+        let (args, shared) = (self.args, self.memory.shared);
+        let lane = warp::lane_id();
+        let number = self.number + lane * self.stride;
+        let there = lane < QUEUE && number < self.jobs;
+        let number = if there { number } else { 0 };
+        let segs = args.segs * args.split;
+        let (rest, seg) = div_rem(number, segs);
+        let (rest, block) = div_rem(rest, args.blocks);
+        let (active, matrix) = div_rem(rest, args.count);
+        // SAFETY: arrays that no kernel in flight writes, indices in bounds by the argument's contract.
+        let (active, desc) = unsafe {
+            let active =
+                Global::<[u32; 4]>::new(args.active).load_v4((args.active_begin + active) * 4);
+            let index = active[0] * 3 + args.first + matrix;
+            (active, Global::<MatrixDesc>::new(args.descs).load_nc(index))
+        };
+        let ours = there
+            && desc.codec == CODEC_PLANE3
+            && block < desc.n_blocks
+            && active[2] == 1
+            && args.min_tokens <= 1
+            && args.max_tokens >= 1;
+        let units = (desc.stream.len / 4) as u32;
+        let mut good = ours && units >= PLANE_UNITS as u32;
+        let mut start = 0;
+        let mut lists = 0;
+        if good {
+            // SAFETY: two words of each job.
+            let headers = unsafe { Global::<u32>::new(desc.blocks) };
+            let word = 2 * (block * segs + seg);
+            (start, lists) = (headers.load_nc(word), headers.load_nc(word + 1));
+            let last = units - PLANE_UNITS as u32;
+            let groups = (lists & 0xffff) + (lists >> 16);
+            good = start <= last && groups <= last - start;
+        }
+        let segment = matrix * segs + seg;
+        let stale = there && !ours && div_rem(seg, args.split).1 != 0;
+        if warp::any(stale || ours && !good) {
+            grid::wait();
+            fault(warp::any(ours && !good), args.faults);
+            let mut others = warp::ballot(stale);
+            while others != 0 {
+                let of = |value: u32| warp::shuffle_idx_u32(value, others.trailing_zeros());
+                let (slot, tokens) = (of(active[1]), of(active[2]));
+                clear(
+                    args,
+                    of(segment),
+                    of(block) * (1024 / S),
+                    1024 / S,
+                    slot,
+                    tokens,
+                );
+                others &= others - 1;
+            }
+        }
+        let votes = warp::ballot(good);
+        if good {
+            let at = self.memory.queue + (self.next + popc(votes & lanemask_lt())) * ENTRY;
+            let planes = desc.stream.addr + u64::from(start) * 16;
+            let address = [planes as u32, (planes >> 32) as u32];
+            let input = input_of(args, active[1]);
+            let rows = block * (1024 / S);
+            let out = (segment * args.slots + active[1]) * args.rows + rows;
+            shared.store_v4(at / 4, [address[0], address[1], lists, input << 8 | seg]);
+            shared.store_v2(at / 4 + 4, [out, args.rows - rows]);
+        }
+        warp::sync_warp();
+        popc(votes)
+    }
+
+    /// A job's stream from its start on, planes and lists.
+    #[inline(always)]
+    fn stream(&self, entry: u32) -> Global<u32> {
+        let [low, high] = self.memory.shared.load_v2(entry / 4);
+        #[cfg(target_arch = "nvptx64")]
+        let groups = 0;
+        #[cfg(not(target_arch = "nvptx64"))]
+        let groups = {
+            let lists = self.lists(entry);
+            (lists & 0xffff) + (lists >> 16)
+        };
+        let len = u64::from((PLANE_UNITS as u32 + groups) * 4);
+        // SAFETY: within the matrix' stream, as `fill` has checked.
+        unsafe { Global::new(Slice::new(u64::from(low) | u64::from(high) << 32, len)) }
+    }
+
+    /// Its lists' lengths.
+    #[inline(always)]
+    fn lists(&self, entry: u32) -> u32 {
+        self.memory.shared.load(entry / 4 + 2)
     }
 }
 
@@ -244,8 +294,8 @@ unsafe fn matmul<const S: u32>(args: &ExpertArgs) {
         x: warp * X_BYTES,
         list: warps * X_BYTES + warp * LIST_BYTES,
         sums: warps * (X_BYTES + LIST_BYTES) + warp * sum_bytes(S),
+        queue: warps * (X_BYTES + LIST_BYTES + sum_bytes(S)) + warp * (2 * QUEUE * ENTRY),
     };
-    let one = args.count.min(1);
     let jobs =
         warp::uniform(active_count(args) * args.count * args.blocks * args.segs * args.split);
     let stride = warps * thread::grid_dim_x();
@@ -260,14 +310,21 @@ unsafe fn matmul<const S: u32>(args: &ExpertArgs) {
         i += LANES as u32;
     }
     warp::sync_warp();
-    let mut next = find::<S>(args, number, jobs, stride);
-    if next.number >= jobs {
+    let mut queue = Queue {
+        args,
+        memory,
+        jobs,
+        stride,
+        number,
+        next: 0,
+        left: 0,
+    };
+    let mut next = queue.pop::<S>();
+    let Some(first) = next else {
         grid::wait();
         return;
-    }
-    let mut bad = false;
-    let mut header = [next.header.load_nc(0), next.header.load_nc(1)];
-    let mut ahead = next.start(&mut header, &mut bad);
+    };
+    let mut ahead = queue.stream(first);
     let step = (STEP_BYTES / 4) as u32;
     let mut even = [[0u32; 4]; 3];
     let mut odd = [[0u32; 4]; 3];
@@ -277,24 +334,27 @@ unsafe fn matmul<const S: u32>(args: &ExpertArgs) {
     });
     // What is read up to here, no kernel in flight writes.
     grid::wait();
+    let always = args.count > 0;
     let mut x = [0u32; 16];
     let mut offset = 0;
-    let (mut input, mut seg) = (u32::MAX, 0);
-    while next.number < jobs {
-        let (out, rows) = (next.out, next.rows);
+    let mut part = u32::MAX;
+    let mut bad = false;
+    while let Some(entry) = next {
+        let lists = queue.lists(entry);
         let mut list = List {
             chunk: 0,
             base: 0,
-            groups: (header[1] & 0xffff) + (header[1] >> 16),
-            low: header[1] & 0xffff,
+            groups: (lists & 0xffff) + (lists >> 16),
+            low: lists & 0xffff,
             stream: ahead,
         };
-        if next.input != input || next.seg != seg {
-            (input, seg) = (next.input, next.seg);
-            (x, offset) = activations::<S>(args, input, seg, memory);
+        let its_part = shared.load(entry / 4 + 3);
+        if warp::any(its_part != part) {
+            part = its_part;
+            (x, offset) = activations::<S>(args, part >> 8, part & 255, memory);
         }
         let mut group = lane;
-        let copied = list.groups.min(LIST_BYTES / 16);
+        let copied = list.groups.min(AT_HAND);
         // The vote keeps the compiler from unrolling, and from keeping four addresses for it.
         while warp::any(group < copied) {
             if group < copied {
@@ -304,50 +364,41 @@ unsafe fn matmul<const S: u32>(args: &ExpertArgs) {
             group += LANES as u32;
         }
         cp_async_commit();
-        next = find::<S>(args, next.number + stride, jobs, stride);
-        let more = next.number < jobs;
-        if more {
-            header = [next.header.load_nc(0), next.header.load_nc(1)];
-        }
+        next = queue.pop::<S>();
+        let more = next.is_some();
         ahead = ahead.at(u64::from(2 * step));
         let mut keep = [0; 2];
-        let mut i = 0;
-        // As a word of the arguments: the compiler would unroll the loop.
-        while i < PAIRS * one {
-            let load = i + 1 < PAIRS || more;
-            multiply::<S>(&mut even, ahead, 0, load, &x, 8 * i, memory, &mut keep);
-            // Here it keeps the compiler from moving the loads behind both steps.
-            if i == 1 {
+        unroll!(I in [0 1 2 3] {
+            // Known to be true, the loads would go to other registers, and so as late as may be.
+            let load = if I + 1 < PAIRS as usize { always } else { more };
+            let row = 8 * I as u32;
+            multiply::<S>(&mut even, ahead, 0, load, &x, row, memory, &mut keep);
+            if I == 1 {
                 cp_async_wait::<0>();
                 warp::sync_warp();
             }
-            if i > 0 && list.more() {
-                list.entries::<S>(memory, &mut bad);
+            // Unconditional where registers allow: behind a branch, one scoreboard is left for all
+            // loads under way, and the first use of any waits for the last.
+            if I > 0 && (S == 32 || list.more()) {
+                list.entries_at_hand::<S>(memory, &mut bad);
             }
-            multiply::<S>(
-                &mut odd,
-                ahead,
-                step,
-                load,
-                &x,
-                8 * i + 4,
-                memory,
-                &mut keep,
-            );
-            if i + 2 < PAIRS {
+            multiply::<S>(&mut odd, ahead, step, load, &x, row + 4, memory, &mut keep);
+            if I + 2 < PAIRS as usize {
                 ahead = ahead.at(u64::from(2 * step));
-            } else if i + 2 == PAIRS && more {
-                // Not before: as far as the compiler knows it depends on the step.
-                let none = lanemask_lt() >> 31;
-                header = header.map(|word| mad_lo(i, none, word));
-                ahead = next.start(&mut header, &mut bad);
+            } else if let Some(next) = next
+                && I + 2 == PAIRS as usize
+            {
+                ahead = queue.stream(next);
             }
-            i += 1;
+        });
+        if list.more() {
+            list.entries_at_hand::<S>(memory, &mut bad);
         }
         while list.more() {
             list.entries::<S>(memory, &mut bad);
         }
         warp::sync_warp();
+        let (out, rows) = (shared.load(entry / 4 + 4), shared.load(entry / 4 + 5));
         finish::<S>(args, keep, offset, out, rows, memory);
         warp::sync_warp();
         fault(warp::any(bad), args.faults);
@@ -486,17 +537,27 @@ impl List {
         warp::any(self.chunk * (LANES as u32) < self.groups)
     }
 
-    /// The next chunk: adds the activations at its positions to the sums of their rows. A warp
+    /// The next chunk, of those that are in shared memory; past the last nothing is added. Without a
+    /// branch. A warp operation.
+    #[inline(always)]
+    fn entries_at_hand<const S: u32>(&mut self, memory: Memory, bad: &mut bool) {
+        let group = self.chunk * LANES as u32 + warp::lane_id();
+        let words = memory
+            .shared
+            .load_v4_or_ones(group < self.groups, memory.list / 4 + group * 4);
+        entries::<S>(words, group, self.low, &mut self.base, bad, memory);
+        self.chunk += 1;
+    }
+
+    /// The next chunk, from global memory: adds the activations at its positions to the sums of their rows. A warp
     /// operation.
     #[inline(always)]
     fn entries<const S: u32>(&mut self, memory: Memory, bad: &mut bool) {
         let group = self.chunk * LANES as u32 + warp::lane_id();
-        let words = if group >= self.groups {
-            [u32::MAX; 4]
-        } else if group < LIST_BYTES / 16 {
-            memory.shared.load_v4(memory.list / 4 + group * 4)
-        } else {
+        let words = if group < self.groups {
             self.stream.load_v4_nc((PLANE_UNITS as u32 + group) * 4)
+        } else {
+            [u32::MAX; 4]
         };
         entries::<S>(words, group, self.low, &mut self.base, bad, memory);
         self.chunk += 1;

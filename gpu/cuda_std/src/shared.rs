@@ -270,6 +270,35 @@ impl<T: Pod> Shared<T> {
         }
     }
 
+    /// Words `word` to `word + 3`, or all ones where `condition` does not hold: one predicated load.
+    #[inline(always)]
+    #[track_caller]
+    #[must_use]
+    pub fn load_v4_or_ones(&self, condition: bool, word: u32) -> [u32; 4] {
+        #[cfg(target_arch = "nvptx64")]
+        {
+            let mut words = [u32::MAX; 4];
+            // SAFETY: in bounds by the contract of the view where the condition holds.
+            unsafe {
+                core::arch::asm!(
+                    "{{ .reg .pred p; setp.ne.u32 p, {c}, 0;",
+                    "@p ld.shared.v4.u32 {{{x}, {y}, {z}, {w}}}, [{a}]; }}",
+                    x = inlateout(reg32) words[0], y = inlateout(reg32) words[1],
+                    z = inlateout(reg32) words[2], w = inlateout(reg32) words[3],
+                    c = in(reg32) u32::from(condition), a = in(reg32) self.address + word * 4,
+                    options(pure, readonly, nostack, preserves_flags)
+                );
+            }
+            words
+        }
+        #[cfg(not(target_arch = "nvptx64"))]
+        if condition {
+            self.load_v4(word)
+        } else {
+            [u32::MAX; 4]
+        }
+    }
+
     /// Words `word` to `word + 1` (`ld.shared.v2`).
     #[inline(always)]
     #[track_caller]
