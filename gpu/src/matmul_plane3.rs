@@ -264,19 +264,17 @@ impl Queue<'_> {
         #[cfg(target_arch = "nvptx64")]
         let groups = 0;
         #[cfg(not(target_arch = "nvptx64"))]
-        let groups = {
-            let lists = self.lists(entry);
-            (lists & 0xffff) + (lists >> 16)
-        };
+        let (groups, _) = self.groups(entry);
         let len = u64::from((PLANE_UNITS as u32 + groups) * 4);
         // SAFETY: within the matrix' stream, as `fill` has checked.
         unsafe { Global::new(Slice::new(u64::from(low) | u64::from(high) << 32, len)) }
     }
 
-    /// Its lists' lengths.
+    /// Groups of 16 entries of its lists together, and of list N.
     #[inline(always)]
-    fn lists(&self, entry: u32) -> u32 {
-        self.memory.shared.load(entry / 4 + 2)
+    fn groups(&self, entry: u32) -> (u32, u32) {
+        let lists = self.memory.shared.load(entry / 4 + 2);
+        ((lists & 0xffff) + (lists >> 16), lists & 0xffff)
     }
 }
 
@@ -319,6 +317,9 @@ unsafe fn matmul<const S: u32>(args: &ExpertArgs) {
         next: 0,
         left: 0,
     };
+    if lane == 0 {
+        shared.store_v2(memory.queue / 4 + 6, [u32::MAX, 0]);
+    }
     let mut next = queue.pop::<S>();
     let Some(first) = next else {
         grid::wait();
@@ -336,30 +337,32 @@ unsafe fn matmul<const S: u32>(args: &ExpertArgs) {
     grid::wait();
     let always = args.count > 0;
     let mut x = [0u32; 16];
-    let mut offset = 0;
-    let mut part = u32::MAX;
     let mut bad = false;
     while let Some(entry) = next {
-        let lists = queue.lists(entry);
         let mut list = List {
             chunk: 0,
             base: 0,
-            groups: (lists & 0xffff) + (lists >> 16),
-            low: lists & 0xffff,
-            stream: ahead,
+            entry,
         };
+        let (groups, _) = queue.groups(entry);
         let its_part = shared.load(entry / 4 + 3);
-        if warp::any(its_part != part) {
-            part = its_part;
-            (x, offset) = activations::<S>(args, part >> 8, part & 255, memory);
+        // What is the same for all lanes and seldom needed stands behind an entry.
+        let kept = memory.queue / 4 + 6;
+        if warp::any(its_part != shared.load(kept)) {
+            let offset;
+            (x, offset) = activations::<S>(args, its_part >> 8, its_part & 255, memory);
+            warp::sync_warp();
+            if lane == 0 {
+                shared.store_v2(kept, [its_part, offset as u32]);
+            }
         }
         let mut group = lane;
-        let copied = list.groups.min(AT_HAND);
+        let copied = groups.min(AT_HAND);
         // The vote keeps the compiler from unrolling, and from keeping four addresses for it.
         while warp::any(group < copied) {
             if group < copied {
                 let word = memory.list / 4 + group * 4;
-                cp_async_16(shared, word, list.stream, (PLANE_UNITS as u32 + group) * 4);
+                cp_async_16(shared, word, ahead, (PLANE_UNITS as u32 + group) * 4);
             }
             group += LANES as u32;
         }
@@ -379,8 +382,8 @@ unsafe fn matmul<const S: u32>(args: &ExpertArgs) {
             }
             // Unconditional where registers allow: behind a branch, one scoreboard is left for all
             // loads under way, and the first use of any waits for the last.
-            if I > 0 && (S == 32 || list.more()) {
-                list.entries_at_hand::<S>(memory, &mut bad);
+            if I > 0 && (S == 32 || list.more(&queue)) {
+                list.entries_at_hand::<S>(&queue, &mut bad);
             }
             multiply::<S>(&mut odd, ahead, step, load, &x, row + 4, memory, &mut keep);
             if I + 2 < PAIRS as usize {
@@ -391,14 +394,15 @@ unsafe fn matmul<const S: u32>(args: &ExpertArgs) {
                 ahead = queue.stream(next);
             }
         });
-        if list.more() {
-            list.entries_at_hand::<S>(memory, &mut bad);
+        if list.more(&queue) {
+            list.entries_at_hand::<S>(&queue, &mut bad);
         }
-        while list.more() {
-            list.entries::<S>(memory, &mut bad);
+        while list.more(&queue) {
+            list.entries::<S>(&queue, &mut bad);
         }
         warp::sync_warp();
         let (out, rows) = (shared.load(entry / 4 + 4), shared.load(entry / 4 + 5));
+        let offset = shared.load(memory.queue / 4 + 7) as i32;
         finish::<S>(args, keep, offset, out, rows, memory);
         warp::sync_warp();
         fault(warp::any(bad), args.faults);
@@ -518,48 +522,50 @@ fn keep_row<const S: u32>(sum: i32, row: u32, memory: Memory, keep: &mut [i32; 2
     }
 }
 
-/// What is left of a job's lists.
+/// What is left of a job's lists. Their lengths are read anew each time, from the job's entry: kept,
+/// they would be registers too many.
 struct List {
     /// The next chunk: 32 groups, one a lane.
     chunk: u32,
     /// Doubled position before it.
     base: u32,
-    groups: u32,
-    /// Groups of list N.
-    low: u32,
-    stream: Global<u32>,
+    entry: u32,
 }
 
 impl List {
     /// Whether there is a chunk left. A warp operation.
     #[inline(always)]
-    fn more(&self) -> bool {
-        warp::any(self.chunk * (LANES as u32) < self.groups)
+    fn more(&self, queue: &Queue<'_>) -> bool {
+        warp::any(self.chunk * (LANES as u32) < queue.groups(self.entry).0)
     }
 
-    /// The next chunk, of those that are in shared memory; past the last nothing is added. Without a
-    /// branch. A warp operation.
+    /// The next chunk, of those that are in shared memory: adds the activations at its positions to
+    /// the sums of their rows; past the last chunk adds nothing. Without a branch. A warp operation.
     #[inline(always)]
-    fn entries_at_hand<const S: u32>(&mut self, memory: Memory, bad: &mut bool) {
+    fn entries_at_hand<const S: u32>(&mut self, queue: &Queue<'_>, bad: &mut bool) {
+        let (groups, low) = queue.groups(self.entry);
         let group = self.chunk * LANES as u32 + warp::lane_id();
+        let memory = queue.memory;
         let words = memory
             .shared
-            .load_v4_or_ones(group < self.groups, memory.list / 4 + group * 4);
-        entries::<S>(words, group, self.low, &mut self.base, bad, memory);
+            .load_v4_or_ones(group < groups, memory.list / 4 + group * 4);
+        entries::<S>(words, group, low, &mut self.base, bad, memory);
         self.chunk += 1;
     }
 
-    /// The next chunk, from global memory: adds the activations at its positions to the sums of their rows. A warp
-    /// operation.
+    /// The next chunk, from global memory. A warp operation.
     #[inline(always)]
-    fn entries<const S: u32>(&mut self, memory: Memory, bad: &mut bool) {
+    fn entries<const S: u32>(&mut self, queue: &Queue<'_>, bad: &mut bool) {
+        let (groups, low) = queue.groups(self.entry);
         let group = self.chunk * LANES as u32 + warp::lane_id();
-        let words = if group < self.groups {
-            self.stream.load_v4_nc((PLANE_UNITS as u32 + group) * 4)
+        let words = if group < groups {
+            queue
+                .stream(self.entry)
+                .load_v4_nc((PLANE_UNITS as u32 + group) * 4)
         } else {
             [u32::MAX; 4]
         };
-        entries::<S>(words, group, self.low, &mut self.base, bad, memory);
+        entries::<S>(words, group, low, &mut self.base, bad, queue.memory);
         self.chunk += 1;
     }
 }
