@@ -325,13 +325,14 @@ unsafe fn matmul<const S: u32>(args: &ExpertArgs) {
         grid::wait();
         return;
     };
-    let mut ahead = queue.stream(first);
+    // The lane's part of it.
+    let mut ahead = queue.stream(first).at(u64::from(lane * 4));
     let step = (STEP_BYTES / 4) as u32;
     let mut even = [[0u32; 4]; 3];
     let mut odd = [[0u32; 4]; 3];
     unroll!(Q in [0 1 2] {
-        even[Q] = ahead.load_v4_stream(Q as u32 * 128 + lane * 4);
-        odd[Q] = ahead.load_v4_stream(step + Q as u32 * 128 + lane * 4);
+        even[Q] = ahead.load_v4_stream(Q as u32 * 128);
+        odd[Q] = ahead.load_v4_stream(step + Q as u32 * 128);
     });
     // What is read up to here, no kernel in flight writes.
     grid::wait();
@@ -356,15 +357,15 @@ unsafe fn matmul<const S: u32>(args: &ExpertArgs) {
                 shared.store_v2(kept, [its_part, offset as u32]);
             }
         }
-        let mut group = lane;
+        let mut first = 0;
         let copied = groups.min(AT_HAND);
         // The vote keeps the compiler from unrolling, and from keeping four addresses for it.
-        while warp::any(group < copied) {
-            if group < copied {
-                let word = memory.list / 4 + group * 4;
-                cp_async_16(shared, word, ahead, (PLANE_UNITS as u32 + group) * 4);
+        while warp::any(first < copied) {
+            if first + lane < copied {
+                let word = memory.list / 4 + (first + lane) * 4;
+                cp_async_16(shared, word, ahead, (PLANE_UNITS as u32 + first) * 4);
             }
-            group += LANES as u32;
+            first += LANES as u32;
         }
         cp_async_commit();
         next = queue.pop::<S>();
@@ -391,7 +392,7 @@ unsafe fn matmul<const S: u32>(args: &ExpertArgs) {
             } else if let Some(next) = next
                 && I + 2 == PAIRS as usize
             {
-                ahead = queue.stream(next);
+                ahead = queue.stream(next).at(u64::from(lane * 4));
             }
         });
         if list.more(&queue) {
@@ -464,7 +465,6 @@ fn multiply<const S: u32>(
     memory: Memory,
     keep: &mut [i32; 2],
 ) {
-    let lane = warp::lane_id();
     unroll!(R in [0 1 2 3] {
         let a = buffer[3 * R / 4][3 * R % 4];
         let b = buffer[(3 * R + 1) / 4][(3 * R + 1) % 4];
@@ -483,7 +483,7 @@ fn multiply<const S: u32>(
         // The words of the last row are the buffer's last.
         if R != 0 {
             const Q: usize = if R == 0 { 0 } else { R - 1 };
-            ahead.reload_v4_stream(load, at + Q as u32 * 128 + lane * 4, &mut buffer[Q]);
+            ahead.reload_v4_stream(load, at + Q as u32 * 128, &mut buffer[Q]);
         }
         keep_row::<S>(sum.wrapping_add(sum16 >> 4), row + R as u32, memory, keep);
     });
