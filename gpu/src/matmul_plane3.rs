@@ -164,7 +164,7 @@ impl Queue<'_> {
     /// Byte of shared memory of the next job's entry, if there is one. A warp operation.
     #[inline(always)]
     fn pop<const S: u32>(&mut self) -> Option<u32> {
-        let half = self.next / QUEUE % 2 ^ 1;
+        let half = (self.next / QUEUE + 1) % 2;
         while self.left == 0 && self.number < self.jobs {
             self.next = half * QUEUE;
             self.left = self.fill::<S>();
@@ -383,7 +383,7 @@ unsafe fn matmul<const S: u32>(args: &ExpertArgs) {
             }
             // Unconditional where registers allow: behind a branch, one scoreboard is left for all
             // loads under way, and the first use of any waits for the last.
-            if I > 0 && (S == 32 || list.more(&queue)) {
+            if I != 0 && (S == 32 || list.more(&queue)) {
                 list.entries_at_hand::<S>(&queue, &mut bad);
             }
             multiply::<S>(&mut odd, ahead, step, load, &x, row + 4, memory, &mut keep);
