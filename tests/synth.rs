@@ -116,6 +116,11 @@ fn a_plan_is_made_and_rates_are_kept() {
     plan(&["--calibrate"])
         .success()
         .stderr(contains("measured: "));
+    // Without -c, for what the model has at most.
+    host(&[&"plan", &"-m", &model, &"--device", &"emulator"])
+        .args(["--rates", save])
+        .assert()
+        .success();
     let json = |more: &[&str]| -> Value {
         let out = plan(more).success().get_output().stdout.clone();
         serde_json::from_slice(&out).unwrap()

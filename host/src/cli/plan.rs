@@ -62,9 +62,9 @@ pub struct PlanArgs {
     model: PathBuf,
     #[command(flatten)]
     budget: BudgetArgs,
-    /// Positions that the KV cache is for
-    #[arg(short, long, value_name = "N", default_value_t = 8192)]
-    ctx_size: usize,
+    /// Positions that the KV cache is for [default: 8192, or what the model has]
+    #[arg(short, long, value_name = "N")]
+    ctx_size: Option<usize>,
     #[arg(long, value_enum, default_value = "cuda", hide = true)]
     device: DeviceArg,
     /// Write the rates used to a file
@@ -94,13 +94,13 @@ pub fn run(args: PlanArgs) -> anyhow::Result<()> {
     );
     let archive = Archive::open(&file)?;
     check_archive(&archive, dir, &config)?;
+    let positions = args.ctx_size.unwrap_or(config.max_positions.min(8192));
     anyhow::ensure!(
-        (1..=config.max_positions).contains(&args.ctx_size),
-        "-c {}: expected 1 to {}",
-        args.ctx_size,
+        (1..=config.max_positions).contains(&positions),
+        "-c {positions}: expected 1 to {}",
         config.max_positions
     );
-    let request = args.budget.request(args.ctx_size);
+    let request = args.budget.request(positions);
     let ((found, measured), free) = match (args.device, &request.rates) {
         // Another machine's rates need no device here, if the budget is given as well.
         (DeviceArg::Cuda, Some(file)) if CudaDevice::count() == 0 => {
