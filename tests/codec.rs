@@ -239,7 +239,7 @@ fn another_rans_needs_as_many_bits() {
     use constriction::stream::stack::DefaultAnsCoder;
 
     let mut r = Random(6);
-    let (rows, cols) = (24, 2048);
+    let (rows, cols) = (48, 2048);
     let packed = data(&mut r, Data::Gaussian, rows * cols / 2);
     let table = table_of(Symbol::Pair, &packed, rows, cols);
     let probabilities: Vec<f64> = table
@@ -260,7 +260,8 @@ fn another_rans_needs_as_many_bits() {
         .collect();
     assert!(symbols.eq(back));
 
-    let blocks = Blocks::new(rows, cols, Symbol::Pair).unwrap();
+    let folds = Folds::new(cols).unwrap();
+    let blocks = Blocks::with_blocks(rows, folds, Symbol::Pair, 1).unwrap();
     assert_eq!(blocks.jobs(), 1);
     let ours = encode(&packed, &blocks, &table).unwrap().stream.len() as f64;
     // 64 states of 4 bytes, and at most 8 bytes a lane of words past its end.
@@ -268,8 +269,8 @@ fn another_rans_needs_as_many_bits() {
         ours - theirs > -8.0 && ours - theirs < 512.0,
         "{ours} {theirs}"
     );
-    // 512 bytes of 18,000.
-    assert!((ours / theirs - 1.0).abs() < 0.03, "{ours} {theirs}");
+    // Of some 36,000 bytes.
+    assert!((ours / theirs - 1.0).abs() < 0.01, "{ours} {theirs}");
 }
 
 #[test]

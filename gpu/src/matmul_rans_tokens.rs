@@ -17,8 +17,8 @@
 //!    store.
 //! 6. The ring is asked every `EVERY` groups, which halves it: room for activations.
 //!
-//! Shared memory, in this order: table; `stage` sets of `width(max_tokens) * pairs * 128` bytes; for
-//! each warp its ring.
+//! Shared memory, in this order: table; the ring of each warp; `stage` sets of
+//! `width(max_tokens) * pairs * 128` bytes.
 
 use cuda_std::mem::Global;
 use cuda_std::shared::Shared;
