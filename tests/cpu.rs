@@ -156,6 +156,19 @@ fn bench_checks_and_times() {
     let done = bench(&many).assert().code(1);
     let error = String::from_utf8(done.get_output().stderr.clone()).unwrap();
     assert!(error.contains("at most 65536"), "{error}");
+    let none = [
+        "--device",
+        "cpu",
+        "--scales",
+        "g64",
+        "--codec",
+        "plane3",
+        "--compare",
+        "fused",
+    ];
+    let done = bench(&none).assert().code(1);
+    let error = String::from_utf8(done.get_output().stderr.clone()).unwrap();
+    assert!(error.contains("nothing to time"), "{error}");
     bench(&["--device", "cpu", "--shape", "100,64"])
         .assert()
         .code(2);

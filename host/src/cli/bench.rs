@@ -182,7 +182,9 @@ pub fn run(args: BenchArgs) -> anyhow::Result<()> {
     let mut all = Vec::new();
     let mut device = String::new();
     let json = args.json;
+    let mut any = false;
     let mut print = |m: Measurement| -> anyhow::Result<()> {
+        any = true;
         if json {
             all.push(m);
             return Ok(());
@@ -207,6 +209,10 @@ pub fn run(args: BenchArgs) -> anyhow::Result<()> {
     } else {
         cuda(&args, &mut print)?;
     }
+    anyhow::ensure!(
+        any,
+        "nothing to time: plane3 is for row scales alone (--scales row), other codecs are for both"
+    );
     if json {
         ui::out(&format!("{}\n", serde_json::to_string(&all)?))?;
     }

@@ -111,6 +111,10 @@ pub fn run(args: PlanArgs) -> anyhow::Result<()> {
             };
             ((Calibration::read(file)?, false), free)
         }
+        (DeviceArg::Cuda, None) if CudaDevice::count() == 0 => anyhow::bail!(
+            "no CUDA device to measure (`host doctor` says why): give --rates FILE, saved where there is \
+             one, and --vram-budget"
+        ),
         (DeviceArg::Cuda, _) => {
             let device = CudaDevice::new(0)?;
             let backend = KernelBackend::new(device.clone())?;
