@@ -211,6 +211,7 @@ fn held_out(dir: &Path, want: f64) {
         form: Form::Fused,
         placed: None,
         positions: 64,
+        speculate: 0,
     };
     let mut engine = host::engine::open(dir, options, |_, _| ()).unwrap();
     let ids = read_ids(&support::data().join("val.u16")).unwrap();

@@ -384,6 +384,7 @@ fn options() -> Options {
         form: Form::Fused,
         placed: None,
         positions: 64,
+        speculate: 0,
     }
 }
 

@@ -4,13 +4,16 @@
   python3 -m venv V && V/bin/pip install torch transformers==5.17.*
   V/bin/python tools/oracle.py make FAMILY DIR          # a tiny random checkpoint
   V/bin/python tools/oracle.py fp8 FROM DIR             # its fp8 form: e4m3, 128 x 128 blocks
+  V/bin/python tools/oracle.py mtp FROM DIR             # with a layer that drafts, of layer 2's tensors
   V/bin/python tools/oracle.py run DIR --experts int4-row --dense int8-row --out FILE
 
 `run` computes in float32 on the CPU with eager attention and no cache, after weights went through
-the rules that --experts and --dense name. Of equal values torch.topk takes the first.
+the rules that --experts and --dense name. Where the checkpoint has a layer that drafts, which
+transformers leaves out, two drafts after the first greedy token are computed here. Of equal values torch.topk takes the first.
 """
 
 import argparse
+import copy
 import json
 import os
 import shutil
@@ -109,6 +112,25 @@ def fp8(args):
     json.dump(config, open(os.path.join(args.dir, "config.json"), "w"), indent=2)
 
 
+def mtp(args):
+    os.makedirs(args.dir, exist_ok=True)
+    config = json.load(open(os.path.join(args.source, "config.json")))
+    tensors = load_file(os.path.join(args.source, "model.safetensors"))
+    n = config["num_hidden_layers"]
+    layer = "model.layers.%s."
+    for name in list(tensors):
+        if name.startswith(layer % 2):
+            tensors[layer % n + name.removeprefix(layer % 2)] = tensors[name].clone()
+    for part, like in (
+        ("eh_proj", "0.mlp.down_proj"), ("enorm", "1.input_layernorm"),
+        ("hnorm", "2.input_layernorm"), ("shared_head.norm", "1.post_attention_layernorm"),
+    ):
+        tensors[layer % n + part + ".weight"] = tensors[f"model.layers.{like}.weight"].clone()
+    save_file(tensors, os.path.join(args.dir, "model.safetensors"), metadata={"format": "pt"})
+    config["num_nextn_predict_layers"] = 1
+    json.dump(config, open(os.path.join(args.dir, "config.json"), "w"), indent=2)
+
+
 def integers(w, most, group):
     """q * s with s = max(amax / most, 1e-8) of each `group` columns, in float32."""
     shape = w.shape
@@ -151,6 +173,51 @@ def load(args):
     return model
 
 
+class Drafts:
+    """The layer after the last: eh_proj [enorm(embedding of the next token); hnorm(hidden state)], a
+    layer like the others, shared_head.norm, the model's head. A further draft takes what the norm
+    gave for the hidden state."""
+
+    def __init__(self, model, args):
+        n = model.config.num_hidden_layers
+        prefix = f"model.layers.{n}."
+        tensors = load_file(os.path.join(args.dir, "model.safetensors"))
+        own = {k.removeprefix(prefix): t.float() for k, t in tensors.items() if k.startswith(prefix)}
+        norm = torch.nn.RMSNorm
+        self.norms = {}
+        for part in ("enorm", "hnorm"):
+            self.norms[part] = norm(model.config.hidden_size, eps=model.config.rms_norm_eps)
+            self.norms[part].weight.data = own.pop(part + ".weight")
+        self.project = own.pop("eh_proj.weight")
+        self.head = model.lm_head
+        self.embed = model.model.embed_tokens
+        self.stack = copy.deepcopy(model.model)
+        self.stack.norm.weight.data = own.pop("shared_head.norm.weight")
+        block = self.stack.layers[2]
+        block.self_attn.layer_idx = 0
+        experts = range(model.config.n_routed_experts)
+        part = lambda e, kind: own.pop(f"mlp.experts.{e}.{kind}_proj.weight")
+        fused = [torch.cat([part(e, "gate"), part(e, "up")]) for e in experts]
+        rule = RULES[args.experts]
+        own["mlp.experts.gate_up_proj"] = rule(torch.stack(fused))
+        own["mlp.experts.down_proj"] = rule(torch.stack([part(e, "down") for e in experts]))
+        block.load_state_dict(own)
+        self.stack.layers = torch.nn.ModuleList([block])
+        self.stack.config.num_hidden_layers = 1
+
+    def run(self, hidden, following, count):
+        drafts, logits = [], []
+        for _ in range(count):
+            x = [self.norms["enorm"](self.embed(torch.tensor(following))), self.norms["hnorm"](hidden)]
+            x = torch.cat(x, dim=-1) @ self.project.T
+            out = self.stack(inputs_embeds=x[None], use_cache=False).last_hidden_state[0, -1:]
+            logits.append(self.head(out)[0])
+            drafts.append(int(first_of_equals(logits[-1], 1).indices[0]))
+            following = following + drafts[-1:]
+            hidden = torch.cat([hidden, out])
+        return {"drafts": drafts, "draft_logits": [[short(x) for x in l] for l in logits]}
+
+
 def short(x):
     return float(f"{float(x):.7g}")
 
@@ -164,6 +231,7 @@ def run(args):
         elif is_matrix(name, p) and args.dense not in ("verbatim", "bf16"):
             p.copy_(RULES[args.dense](p))
     vocab = model.config.vocab_size
+    drafts = Drafts(model, args) if getattr(model.config, "num_nextn_predict_layers", 0) else None
     rng = np.random.default_rng(args.seed)
     cases = []
     for n in args.lengths:
@@ -185,6 +253,8 @@ def run(args):
             greedy.append(int(best.indices[0]))
             margins.append(short(best.values[0] - best.values[1]))
             seen.append(greedy[-1])
+            if step == 0 and drafts:
+                case |= drafts.run(out.hidden_states[-1][0], ids[1:] + greedy, 2)
         case |= {"greedy": greedy, "greedy_margin": margins}
         cases.append(case)
     made = f"transformers {transformers.__version__} on the CPU, float32, eager attention, no cache"
@@ -206,6 +276,10 @@ p = sub.add_parser("fp8")
 p.add_argument("source")
 p.add_argument("dir")
 p.set_defaults(do=fp8)
+p = sub.add_parser("mtp")
+p.add_argument("source")
+p.add_argument("dir")
+p.set_defaults(do=mtp)
 p = sub.add_parser("run")
 p.add_argument("dir")
 p.add_argument("--experts", choices=RULES, default="int4-row")

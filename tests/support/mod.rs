@@ -63,6 +63,11 @@ pub struct Case {
     pub hidden_last_token: Vec<Vec<f32>>,
     pub greedy: Vec<u32>,
     pub greedy_margin: Vec<f32>,
+    /// What a layer that drafts makes of the first greedy token, and of its own first draft.
+    #[serde(default)]
+    pub drafts: Vec<u32>,
+    #[serde(default)]
+    pub draft_logits: Vec<Vec<f32>>,
 }
 
 /// The oracle of a model and scale kind.

@@ -8,7 +8,9 @@ use clap::Args;
 use rustyline::DefaultEditor;
 use rustyline::error::ReadlineError;
 
-use super::generate::{EngineArgs, Seed, fresh_seed, probability, seed, temperature};
+use super::generate::{
+    EngineArgs, Seed, SpeculateArgs, fresh_seed, probability, seed, temperature,
+};
 use super::ui;
 use crate::chat::{Message, Role, Template, spoken};
 use crate::generate::{FinishReason, Request, generate};
@@ -24,6 +26,8 @@ const TURNS: [&str; 3] = ["<|user|>", "<|system|>", "<|observation|>"];
 pub struct ChatArgs {
     #[command(flatten)]
     engine: EngineArgs,
+    #[command(flatten)]
+    speculation: SpeculateArgs,
     /// Instructions before the conversation
     #[arg(long, value_name = "TEXT")]
     system: Option<String>,
@@ -70,7 +74,9 @@ pub fn run(args: ChatArgs) -> anyhow::Result<()> {
     let template = Template::read(&dir)?;
     let turns: Vec<u32> = TURNS.iter().filter_map(|t| tokenizer.id(t)).collect();
     let positions = args.ctx_size.unwrap_or(config.max_positions);
-    let mut engine = args.engine.open(&dir, positions)?;
+    let mut engine = args
+        .engine
+        .open(&dir, positions, args.speculation.speculate)?;
     if !template.is_own() {
         ui::note!("{}: no chat template, so GLM's form is used", dir.display());
     }
@@ -93,6 +99,8 @@ pub fn run(args: ChatArgs) -> anyhow::Result<()> {
         system.map(|s| Message::new(Role::System, s)).collect()
     };
     let mut talk = begin();
+    // Tokens of the engine's sequence.
+    let mut held: Vec<u32> = Vec::new();
     loop {
         let line = match editor.readline(if people { "> " } else { "" }) {
             Ok(line) => line,
@@ -125,6 +133,18 @@ pub fn run(args: ChatArgs) -> anyhow::Result<()> {
             sampling,
             ignore_eos: false,
             keep_logits: false,
+            speculate: args.speculation.speculate,
+            held: 0,
+            room: 0,
+        };
+        // What the conversation had in common with this turn's text is there already. Room grows by
+        // doubling, each time at the cost of reading all of it again.
+        let same = held.iter().zip(&request.prompt).take_while(|(a, b)| a == b);
+        let most = request.prompt.len() + args.predict;
+        let request = Request {
+            held: same.count(),
+            room: most.next_power_of_two().min(positions),
+            ..request
         };
         if let Err(e) = request.check(&config) {
             // What does not fit is taken back; the conversation may go on, or begin anew.
@@ -166,6 +186,11 @@ pub fn run(args: ChatArgs) -> anyhow::Result<()> {
             return Err(e);
         }
         let done = done?;
+        held = request.prompt;
+        match done.ids.split_last() {
+            Some((_, before)) => held.extend(before),
+            None => held.clear(), // interrupted while the prompt was read
+        }
         put(stream.finish()?)?;
         ui::out("\n")?;
         match done.finish_reason {

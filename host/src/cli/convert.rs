@@ -95,7 +95,7 @@ pub fn run(args: ConvertArgs) -> anyhow::Result<()> {
     );
     if s.left_out > 0 {
         ui::note!(
-            "left out {} tensors of layers past num_hidden_layers (multi-token prediction)",
+            "left out {} tensors of layers that are not read, or copies of the embedding and the head",
             s.left_out
         );
     }

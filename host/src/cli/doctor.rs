@@ -1,6 +1,6 @@
 //! `host doctor`: what there is to run on, what is missing, and its remedy.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use clap::Args;
 use serde::Serialize;
@@ -10,7 +10,7 @@ use crate::backend::cpu::Cpu;
 use crate::backend::kernels::{CudaDevice, DeviceError};
 use crate::interrupt;
 use crate::model::check::{Facts, check_all, check_dense};
-use crate::model::{Config, Source, default_directory};
+use crate::model::{Config, Source, default_directory, mtp};
 use crate::simd::Arm;
 use crate::tokenizer::Tokenizer;
 
@@ -82,8 +82,18 @@ struct ModelFindings {
     /// What it is made of, and what it will take.
     #[serde(flatten)]
     facts: Facts,
+    /// The layer that drafts; none where the files have none that can be read.
+    drafts: Option<DraftFindings>,
     /// Whether text can go in and out; token ids always can.
     tokenizer: bool,
+}
+
+/// What `--speculate` adds.
+#[derive(Serialize)]
+struct DraftFindings {
+    layer: usize,
+    expert_bytes: u64,
+    dense_bytes: u64,
 }
 
 #[derive(Serialize)]
@@ -229,25 +239,11 @@ fn look_at_model(
         });
         return None;
     };
-    let look = || -> anyhow::Result<ModelFindings> {
-        let config = Config::read(&directory)?;
-        let source = Source::open(&directory, &config, None)?;
-        let dense = check_dense(&directory, &config)?;
-        let facts = Facts::of(&config, &source, &dense)?;
-        if deep {
-            let mut progress = Progress::new("reading the model");
-            let read = check_all(&directory, &config, |done, all| progress.set(done, all));
-            progress.finish();
-            read?;
-        }
-        let tokenizer = Tokenizer::read(&directory, &config)?.is_some();
-        Ok(ModelFindings {
-            facts,
-            tokenizer,
-            directory: directory.clone(),
-        })
-    };
-    let found = look();
+    let mut found = look_at_files(&directory, deep);
+    if let Ok((_, unread)) = &mut found {
+        problems.extend(unread.take());
+    }
+    let found = found.map(|(model, _)| model);
     if let Ok(ModelFindings {
         tokenizer: false, ..
     }) = found
@@ -267,6 +263,51 @@ fn look_at_model(
             });
         })
         .ok()
+}
+
+/// A model's files; beside it what is wrong with its layer that drafts.
+fn look_at_files(directory: &Path, deep: bool) -> anyhow::Result<(ModelFindings, Option<Problem>)> {
+    let mut config = Config::read(directory)?;
+    let facts = |config: &Config| -> anyhow::Result<Facts> {
+        let source = Source::open(directory, config, None)?;
+        let dense = check_dense(directory, config)?;
+        Ok(Facts::of(config, &source, &dense)?)
+    };
+    let all = facts(&config)?;
+    let (mut drafts, mut unread) = (None, None);
+    if mtp::is_in(directory, &config)? {
+        config.mtp = true;
+        match facts(&config) {
+            Ok(more) => {
+                drafts = Some(DraftFindings {
+                    layer: config.layers.len(),
+                    expert_bytes: more.expert_bytes - all.expert_bytes,
+                    dense_bytes: more.dense_bytes - all.dense_bytes,
+                });
+            }
+            Err(e) => {
+                config.mtp = false;
+                unread = Some(Problem {
+                    what: format!("its layer that drafts is not read: {e:#}"),
+                    remedy: "--speculate does not work until then".into(),
+                    fatal: false,
+                });
+            }
+        }
+    }
+    if deep {
+        let mut progress = Progress::new("reading the model");
+        let read = check_all(directory, &config, |done, all| progress.set(done, all));
+        progress.finish();
+        read?;
+    }
+    let found = ModelFindings {
+        facts: all,
+        drafts,
+        tokenizer: Tokenizer::read(directory, &config)?.is_some(),
+        directory: directory.to_owned(),
+    };
+    Ok((found, unread))
 }
 
 fn gib(bytes: u64) -> String {
@@ -339,6 +380,15 @@ impl std::fmt::Display for Findings {
                 m.facts.layers,
                 m.facts
             )?,
+        }
+        if let Some(d) = self.model.as_ref().and_then(|m| m.drafts.as_ref()) {
+            writeln!(
+                f,
+                "  drafts   layer {}, with --speculate: {:.1} MB of experts and {:.1} MB dense more",
+                d.layer,
+                d.expert_bytes as f64 / 1e6,
+                d.dense_bytes as f64 / 1e6
+            )?;
         }
         for p in &self.problems {
             let kind = if p.fatal { "problem" } else { "note" };

@@ -39,6 +39,25 @@ pub struct EngineArgs {
     budget: BudgetArgs,
 }
 
+#[derive(Args)]
+pub struct SpeculateArgs {
+    /// Let the model's own layer for that draft N tokens ahead, which one pass then checks [N: 1];
+    /// tokens stay what they are
+    #[arg(long, value_name = "N", num_args = 0..=1, default_missing_value = "1", default_value = "0",
+          hide_default_value = true, value_parser = drafts)]
+    pub speculate: usize,
+}
+
+/// Tokens to draft.
+fn drafts(text: &str) -> Result<usize, String> {
+    match text.parse() {
+        Ok(n) if n <= MOST_DRAFTS => Ok(n),
+        _ => Err(format!("a number from 0 to {MOST_DRAFTS}")),
+    }
+}
+
+const MOST_DRAFTS: usize = 15;
+
 #[derive(Clone, Copy, ValueEnum)]
 enum DeviceArg {
     Auto,
@@ -72,8 +91,14 @@ impl EngineArgs {
         }
     }
 
-    /// Loads the model and says on stderr where it went.
-    pub fn open(&self, dir: &Path, positions: usize) -> anyhow::Result<Box<dyn Engine>> {
+    /// Loads the model, for sequences of `positions` and so many drafts, and says on stderr where it
+    /// went.
+    pub fn open(
+        &self,
+        dir: &Path,
+        positions: usize,
+        speculate: usize,
+    ) -> anyhow::Result<Box<dyn Engine>> {
         let options = Options {
             device: match self.device {
                 DeviceArg::Auto => Device::Auto,
@@ -90,6 +115,7 @@ impl EngineArgs {
                 KernelArg::Fused => Form::Fused,
                 KernelArg::Unfused => Form::Unfused,
             },
+            speculate,
             placed: (self.budget.any()).then(|| self.budget.request(positions)),
             positions,
         };
@@ -111,6 +137,8 @@ pub struct GenerateArgs {
     engine: EngineArgs,
     #[command(flatten)]
     prompt: PromptArgs,
+    #[command(flatten)]
+    speculation: SpeculateArgs,
     /// Tokens to generate at most; -1: until an end token or a full context
     #[arg(short = 'n', long = "predict", visible_alias = "n-predict", value_name = "N",
           default_value_t = 256, allow_negative_numbers = true,
@@ -239,6 +267,9 @@ pub fn run(args: GenerateArgs) -> anyhow::Result<()> {
         },
         ignore_eos: args.ignore_eos,
         keep_logits: args.logits.is_some(),
+        speculate: args.speculation.speculate,
+        held: 0,
+        room: 0,
     };
     // What will not do is refused before the model loads.
     request.check(&config)?;
@@ -252,7 +283,9 @@ pub fn run(args: GenerateArgs) -> anyhow::Result<()> {
     // As many positions as the sequence can come to.
     let most = args.ctx_size.unwrap_or(config.max_positions);
     let wanted = request.tokens.map_or(most, |n| request.prompt.len() + n);
-    let mut engine = args.engine.open(&dir, wanted.min(most).max(1))?;
+    let mut engine = args
+        .engine
+        .open(&dir, wanted.min(most).max(1), request.speculate)?;
     let load_time = start.elapsed();
     if args.usage.is_some() {
         engine.record_usage();
@@ -322,6 +355,7 @@ pub fn run(args: GenerateArgs) -> anyhow::Result<()> {
             "finish_reason": generated.finish_reason,
             "seed": seed,
             "timings": timings(&request, &generated, load_time),
+            "speculation": speculation(&request, &generated),
             "placement": engine.placement(),
             "memory_bytes": private_memory(),
         });
@@ -334,6 +368,15 @@ pub fn run(args: GenerateArgs) -> anyhow::Result<()> {
     }
     if let Some(hits) = engine.placement().hits() {
         ui::note!("selections: {hits}");
+    }
+    if request.speculate > 0 {
+        ui::note!(
+            "speculation: {} of {} drafts accepted ({:.1}%), {:.2} tokens a pass",
+            generated.accepted,
+            generated.drafted,
+            100.0 * share(generated.accepted, generated.drafted),
+            share(generated.ids.len().saturating_sub(1), generated.passes),
+        );
     }
     ui::note!(
         "load {:.2} s; prompt {} tokens, {:.1} tokens/s; generated {} tokens, {:.1} tokens/s",
@@ -364,6 +407,22 @@ fn rate(tokens: usize, time: Duration) -> f64 {
     } else {
         tokens as f64 / time.as_secs_f64()
     }
+}
+
+fn share(of: usize, all: usize) -> f64 {
+    of as f64 / all.max(1) as f64
+}
+
+/// What became of drafts; none without them.
+fn speculation(request: &Request, generated: &Generated) -> Option<serde_json::Value> {
+    (request.speculate > 0).then(|| {
+        json!({
+            "drafted": generated.drafted,
+            "accepted": generated.accepted,
+            "acceptance_rate": share(generated.accepted, generated.drafted),
+            "passes": generated.passes,
+        })
+    })
 }
 
 /// Times in seconds, rates in tokens a second; the first generated token counts as the prompt's.

@@ -18,9 +18,9 @@ use crate::archive::{
 use crate::backend::kernels::CudaDevice;
 use crate::expert::ExpertShape;
 use crate::interrupt;
-use crate::model::Config;
 use crate::model::directory::{ARCHIVE_FILE, EXPERTS_FILE, RawExperts};
 use crate::model::shards::looks_like_container;
+use crate::model::{Config, mtp};
 use crate::placement::profile::{self, Profile};
 
 /// Usage profiles that `--hot N` looks for in the model directory.
@@ -195,9 +195,17 @@ fn hot_set(hot: &str, model: &Path) -> anyhow::Result<HotSet> {
 pub fn run(args: PackArgs) -> anyhow::Result<()> {
     interrupt::install();
     if !args.model.join(EXPERTS_FILE).exists() && looks_like_container(&args.model) {
-        let config = Config::read(&args.model)?;
-        let source = RawExperts::open(&args.model, &config)?;
-        return run_from(args, &source);
+        let mut config = Config::read(&args.model)?;
+        config.mtp = mtp::is_in(&args.model, &config)?;
+        let mut source = RawExperts::open(&args.model, &config);
+        if config.mtp
+            && let Err(e) = &source
+        {
+            ui::note!("without the layer that drafts: {e}");
+            config.mtp = false;
+            source = RawExperts::open(&args.model, &config);
+        }
+        return run_from(args, &source?);
     }
     let source = SafetensorsExperts::open(&args.model)?;
     run_from(args, &source)

@@ -145,6 +145,7 @@ pub fn run(args: PlanArgs) -> anyhow::Result<()> {
             "vram_budget": planned.vram,
             "ram_budget": planned.budget.ram,
             "plan": planned.plan,
+            "speculation": planned.speculation,
             "tokens_per_s": 1.0 / planned.plan.token,
         });
         return Ok(ui::out(&format!("{object}\n"))?);

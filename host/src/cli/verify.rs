@@ -37,7 +37,11 @@ pub fn run(args: VerifyArgs) -> anyhow::Result<()> {
     let mut experts = None;
     if let Some(dir) = &args.model {
         if RawExperts::are_in(dir) {
-            experts = Some(RawExperts::open(dir, &Config::read(dir)?)?);
+            let mut config = Config::read(dir)?;
+            // A layer that drafts is compared where the archive has it.
+            let last = archive.layers().last().map(|l| *l as usize);
+            config.mtp = config.nextn.is_some() && last == Some(config.layers.len());
+            experts = Some(RawExperts::open(dir, &config)?);
             compared = "the model's raw experts";
         } else {
             let stamped = check_archive(&archive, dir, &Config::read(dir)?)?;

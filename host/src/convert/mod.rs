@@ -26,10 +26,10 @@ use crate::model::directory::{
 };
 use crate::model::error::ModelError;
 use crate::model::format::Weight;
-use crate::model::hex;
 use crate::model::shards::{SCALES, Shards};
 use crate::model::tensors::{Entry, TensorWriter};
 use crate::model::weights::inventory;
+use crate::model::{hex, mtp};
 use staged::Staged;
 
 const FETCH: &str = "fetch the checkpoint again";
@@ -57,7 +57,8 @@ pub struct Summary {
     pub experts: usize,
     /// Bytes of their nibbles and scales.
     pub expert_bytes: u64,
-    /// Tensors of layers past `num_hidden_layers` (multi-token prediction), left out.
+    /// Tensors left out: those of layers that are not read, and the copies of embedding and head
+    /// that a layer that drafts may have.
     pub left_out: usize,
 }
 
@@ -204,7 +205,7 @@ impl Options {
 /// What a conversion is of: options, configuration, and names, lengths and times of the shards.
 fn identity(from: &Path, checkpoint: &Shards, options: &Options) -> Result<String, ModelError> {
     let mut h = blake3::Hasher::new();
-    h.update(format!("ansatz convert 1 {:?} {:?}", options.experts, options.dense).as_bytes());
+    h.update(format!("ansatz convert 2 {:?} {:?}", options.experts, options.dense).as_bytes());
     let config = from.join("config.json");
     h.update(&fs::read(&config).map_err(|e| ModelError::io(&config, e, FETCH))?);
     for file in checkpoint.files() {
@@ -248,8 +249,9 @@ pub fn convert(
             "give the checkpoint's directory (--from HF_DIR)",
         ));
     }
-    let config = Config::read(from)?;
+    let mut config = Config::read(from)?;
     let checkpoint = Shards::checkpoint(from)?;
+    config.mtp = mtp::mark(&config).is_some_and(|name| checkpoint.get(&name).is_some());
     let sparse: Vec<usize> = config.sparse_layers().collect();
     // All shapes before the first byte is written.
     for (name, shape) in inventory(&config) {
@@ -350,7 +352,11 @@ fn write_dense(
     let mut kept: Vec<(Put, Entry)> = Vec::new();
     for name in checkpoint.names() {
         let (layer, expert) = place(name);
-        if layer.is_some_and(|l| l >= config.layers.len()) {
+        let layers = config.all_layers().count();
+        let copy = config.mtp
+            && layer == Some(layers - 1)
+            && (name.contains(".embed_tokens.") || name.contains(".shared_head.head."));
+        if copy || layer.is_some_and(|l| l >= layers) {
             summary.left_out += 1;
             continue;
         }

@@ -11,7 +11,7 @@ use crate::backend::kernels::{
 };
 use crate::backend::reference::Reference;
 use crate::expert::{Form, Tier};
-use crate::model::{Config, Model, ModelError, Session, Source, Wanted, bytes_to_load};
+use crate::model::{Config, Model, ModelError, Session, Source, Wanted, bytes_to_load, mtp};
 use crate::placement::request::{Request, RequestError, Size};
 use crate::placement::{self, Plan, Profile};
 
@@ -44,6 +44,39 @@ pub struct Options {
     pub placed: Option<Request>,
     /// Positions that the KV cache will be for.
     pub positions: usize,
+    /// Tokens to draft at most; with any the model's layer for that is loaded.
+    pub speculate: usize,
+}
+
+impl Options {
+    /// The model's configuration, its layer that drafts included where that is wanted.
+    fn config(&self, dir: &Path) -> Result<Config, ModelError> {
+        let mut config = Config::read(dir)?;
+        if self.speculate > 0 {
+            mtp::want(dir, &mut config)?;
+        }
+        Ok(config)
+    }
+
+    /// The most that a forward pass of generation asks for.
+    fn wanted(&self) -> Wanted {
+        match self.speculate {
+            0 => Wanted::Last,
+            n => Wanted::Tail(n + 1),
+        }
+    }
+}
+
+/// Refuses logits, those behind the token of `position`, that are not finite.
+pub fn check_finite(logits: &[f32], position: usize) -> Result<(), EngineError> {
+    match logits.iter().position(|x| !x.is_finite()) {
+        None => Ok(()),
+        Some(token) => Err(EngineError::NotFinite {
+            token,
+            position,
+            found: logits[token],
+        }),
+    }
 }
 
 /// Why an engine does not start or run.
@@ -168,11 +201,26 @@ pub trait Engine {
     /// Starts an empty sequence with room for `capacity` tokens; `wanted` is the most that
     /// [`Engine::forward`] will be asked for.
     fn begin(&mut self, capacity: usize, wanted: Wanted) -> Result<(), EngineError>;
-    /// Appends tokens to the sequence and returns the wanted rows of logits, `[rows, vocab]`.
+    /// Goes back to the first `tokens` tokens of the sequence, if it holds them and has room for
+    /// `capacity` and what is `wanted`; else nothing happens. Whether it did.
+    fn resume(&mut self, tokens: usize, capacity: usize, wanted: Wanted) -> bool;
+    /// Appends tokens to the sequence and returns the wanted rows of logits, `[rows, vocab]`. Those
+    /// of [`Wanted::Tail`] may not be finite: the caller looks at what it uses ([`check_finite`]).
     ///
     /// # Panics
     /// Without [`Engine::begin`], or if there is no room.
     fn forward(&mut self, ids: &[u32], wanted: Wanted) -> Result<Vec<f32>, EngineError>;
+    /// Drafts up to `n` tokens after `next`, which is to be the next token of the sequence and is not
+    /// part of it yet. None where no layer that drafts was loaded.
+    ///
+    /// # Panics
+    /// Without [`Engine::begin`].
+    fn draft(&mut self, next: u32, n: usize) -> Result<Vec<u32>, EngineError>;
+    /// Forgets the last `n` tokens of the sequence.
+    ///
+    /// # Panics
+    /// If there are not as many.
+    fn roll_back(&mut self, n: usize);
     /// From here on counts which experts are chosen.
     fn record_usage(&mut self);
     /// What was chosen since [`Engine::record_usage`].
@@ -257,11 +305,7 @@ impl<B: LoadExperts> Engine for Loaded<B> {
     }
 
     fn begin(&mut self, capacity: usize, wanted: Wanted) -> Result<(), EngineError> {
-        if let Some((session, has)) = &mut self.session
-            && session.capacity() >= capacity
-            && (*has == wanted || *has == Wanted::All)
-        {
-            session.reset();
+        if self.resume(0, capacity, wanted) {
             return Ok(());
         }
         self.session = None; // its memory goes first
@@ -273,23 +317,42 @@ impl<B: LoadExperts> Engine for Loaded<B> {
         Ok(())
     }
 
+    fn resume(&mut self, tokens: usize, capacity: usize, wanted: Wanted) -> bool {
+        let Some((session, has)) = &mut self.session else {
+            return false;
+        };
+        let fits = session.capacity() >= capacity && (*has == wanted || *has == Wanted::All);
+        if !fits || session.position() < tokens {
+            return false;
+        }
+        session.roll_back(session.position() - tokens);
+        true
+    }
+
     fn forward(&mut self, ids: &[u32], wanted: Wanted) -> Result<Vec<f32>, EngineError> {
         let (session, _) = self.session.as_mut().expect("begin comes first");
         let first = session.position();
         let logits = self.model.forward(session, ids, wanted);
         let logits = logits.map_err(|e| self.failed(e))?;
-        match logits.iter().position(|x| !x.is_finite()) {
-            None => Ok(logits),
-            Some(at) => {
-                let vocab = self.model.config().vocab;
-                let skipped = ids.len() - logits.len() / vocab;
-                Err(EngineError::NotFinite {
-                    token: at % vocab,
-                    position: first + skipped + at / vocab,
-                    found: logits[at],
-                })
+        let vocab = self.model.config().vocab;
+        let skipped = ids.len() - logits.len() / vocab;
+        if !matches!(wanted, Wanted::Tail(_)) {
+            for (i, row) in logits.chunks(vocab).enumerate() {
+                check_finite(row, first + skipped + i)?;
             }
         }
+        Ok(logits)
+    }
+
+    fn draft(&mut self, next: u32, n: usize) -> Result<Vec<u32>, EngineError> {
+        let (session, _) = self.session.as_mut().expect("begin comes first");
+        let drafts = self.model.draft(session, next, n, None);
+        drafts.map_err(|e| self.failed(e))
+    }
+
+    fn roll_back(&mut self, n: usize) {
+        let (session, _) = self.session.as_mut().expect("begin comes first");
+        session.roll_back(n);
     }
 
     fn record_usage(&mut self) {
@@ -307,7 +370,7 @@ pub fn open(
     options: Options,
     mut progress: impl FnMut(usize, usize),
 ) -> Result<Box<dyn Engine>, EngineError> {
-    let config = Config::read(dir)?;
+    let config = options.config(dir)?;
     match (options.device, &options.placed) {
         (Device::Emulator, Some(request)) => {
             let (device, free) = (EmulatedDevice::default(), EmulatedDevice::MEMORY);
@@ -402,7 +465,7 @@ pub fn open_placed<D: crate::backend::kernels::Device + Clone + 'static>(
     request: &Request,
     progress: &mut impl FnMut(usize, usize),
 ) -> Result<Box<dyn Engine>, EngineError> {
-    let config = Config::read(dir)?;
+    let config = options.config(dir)?;
     let mut request = request.clone();
     let mut calibration = None;
     for attempt in 0.. {
@@ -445,7 +508,7 @@ pub fn open_placed<D: crate::backend::kernels::Device + Clone + 'static>(
             },
         );
         // The caches too, while there is another plan to make.
-        let wanted = Wanted::Last;
+        let wanted = options.wanted();
         let loaded = loaded.and_then(|model| {
             let session = model.session(options.positions, wanted);
             let session = session.map_err(|e| ModelError::Place {

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use serde::Serialize;
 use thiserror::Error;
 
-use crate::engine::{Engine, EngineError};
+use crate::engine::{Engine, EngineError, check_finite};
 use crate::interrupt;
 use crate::model::{CHUNK, Config, Wanted};
 use crate::sample::{Sampler, Sampling};
@@ -26,6 +26,12 @@ pub struct Request {
     pub ignore_eos: bool,
     /// Keep what each token was chosen from.
     pub keep_logits: bool,
+    /// Tokens to draft at most before each pass, where the engine has a layer that does.
+    pub speculate: usize,
+    /// Tokens of the prompt's beginning that the engine's sequence begins with already.
+    pub held: usize,
+    /// Room to make where a sequence begins: positions to come back to with [`Request::held`].
+    pub room: usize,
 }
 
 /// Why generation ended.
@@ -49,6 +55,14 @@ pub struct Generated {
     pub finish_reason: FinishReason,
     /// `[tokens, vocab]`, row `i` being what token `i` was chosen from; empty unless asked for.
     pub logits: Vec<f32>,
+    /// Tokens of the prompt that did not have to be read again.
+    pub held: usize,
+    /// Tokens that were drafted.
+    pub drafted: usize,
+    /// Of them those that were the next tokens.
+    pub accepted: usize,
+    /// Forward passes after the prompt's.
+    pub passes: usize,
     /// Time from the first prompt token to the first logits.
     pub prompt_time: Duration,
     /// Time of all forward passes and choices after that.
@@ -125,7 +139,9 @@ impl Request {
     }
 }
 
-/// Generates; `on_prompt` gets `(prompt tokens done, prompt tokens)`, `on_token` each token as it is
+/// Generates. Tokens do not depend on [`Request::speculate`]: each is chosen from the logits and with
+/// the random numbers that it is chosen with otherwise, and drafts that it is not are forgotten.
+/// `on_prompt` gets `(prompt tokens done, prompt tokens)`, `on_token` each token as it is
 /// chosen, and may stop.
 pub fn generate(
     engine: &mut dyn Engine,
@@ -148,17 +164,33 @@ pub fn generate(
         ids: Vec::new(),
         finish_reason: FinishReason::Length,
         logits: Vec::new(),
+        held: 0,
+        drafted: 0,
+        accepted: 0,
+        passes: 0,
         prompt_time: Duration::ZERO,
         decode_time: Duration::ZERO,
     };
     if n == 0 {
         return Ok(out);
     }
-    engine.begin(prompt.len() + n - 1, Wanted::Last)?;
+    let wanted = match request.speculate {
+        0 => Wanted::Last,
+        k => Wanted::Tail(k + 1),
+    };
+    let capacity = prompt.len() + n - 1;
+    // The last token's logits are wanted, so it is read whatever is held.
+    let mut held = request.held.min(prompt.len() - 1);
+    if held == 0 || !engine.resume(held, capacity, wanted) {
+        engine.begin(capacity.max(request.room), wanted)?;
+        held = 0;
+    }
+    out.held = held;
     let start = Instant::now();
     let mut logits = Vec::new();
-    let batches = prompt.len().div_ceil(CHUNK);
-    for (i, batch) in prompt.chunks(CHUNK).enumerate() {
+    let rest = &prompt[held..];
+    let batches = rest.len().div_ceil(CHUNK);
+    for (i, batch) in rest.chunks(CHUNK).enumerate() {
         if interrupt::requested() {
             out.finish_reason = FinishReason::Interrupted;
             out.prompt_time = start.elapsed();
@@ -170,15 +202,20 @@ pub fn generate(
             Wanted::None
         };
         logits = engine.forward(batch, wanted)?;
-        on_prompt(i * CHUNK + batch.len(), prompt.len());
+        on_prompt(held + i * CHUNK + batch.len(), prompt.len());
     }
     out.prompt_time = start.elapsed();
     let start = Instant::now();
     let mut sampler = Sampler::new(request.sampling);
+    let vocab = engine.config().vocab;
+    // Logits are of the token before the drafts and of each draft; `row` is where the sequence is.
+    let (mut drafts, mut row) = (Vec::new(), 0);
     loop {
-        let id = sampler.choose(&logits);
+        let of = &logits[row * vocab..][..vocab];
+        check_finite(of, prompt.len() + out.ids.len() - 1)?;
+        let id = sampler.choose(of);
         if request.keep_logits {
-            out.logits.extend_from_slice(&logits);
+            out.logits.extend_from_slice(of);
         }
         out.ids.push(id);
         let go_on = on_token(id);
@@ -193,8 +230,29 @@ pub fn generate(
             out.finish_reason = FinishReason::Interrupted;
             break;
         }
-        logits = engine.forward(&[id], Wanted::Last)?;
+        if drafts.get(row) == Some(&id) {
+            out.accepted += 1;
+            row += 1;
+            continue;
+        }
+        engine.roll_back(drafts.len() - row);
+        let most = request.speculate.min(n - out.ids.len() - 1);
+        drafts = if most > 0 {
+            engine.draft(id, most)?
+        } else {
+            Vec::new()
+        };
+        out.drafted += drafts.len();
+        out.passes += 1;
+        let batch: Vec<u32> = [id].into_iter().chain(drafts.iter().copied()).collect();
+        logits = match drafts.len() {
+            0 => engine.forward(&batch, Wanted::Last)?,
+            k => engine.forward(&batch, Wanted::Tail(k + 1))?,
+        };
+        row = 0;
     }
+    // What the sequence holds are the prompt and all that was generated but for the last token.
+    engine.roll_back(drafts.len() - row);
     out.decode_time = start.elapsed();
     Ok(out)
 }

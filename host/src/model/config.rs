@@ -55,6 +55,11 @@ pub struct Config {
     pub router: Router,
     /// One entry a layer.
     pub layers: Vec<LayerKind>,
+    /// The layer after those, which predicts the token after the next one
+    /// (`num_nextn_predict_layers`; of several the first). Files may lack it.
+    pub nextn: Option<LayerKind>,
+    /// Whether that layer is to be read too.
+    pub mtp: bool,
     /// `eos_token_id`; none where generation never ends by itself.
     pub eos: Vec<u32>,
 }
@@ -105,9 +110,16 @@ impl Config {
         }
     }
 
-    /// Layers with routed experts, ascending.
+    /// The layers, and after them the one that drafts where it is to be read.
+    pub fn all_layers(&self) -> impl Iterator<Item = (usize, LayerKind)> + '_ {
+        let mtp = self.nextn.filter(|_| self.mtp);
+        self.layers.iter().copied().chain(mtp).enumerate()
+    }
+
+    /// Of all layers those with routed experts, ascending.
     pub fn sparse_layers(&self) -> impl Iterator<Item = usize> + '_ {
-        (0..self.layers.len()).filter(|l| self.layers[*l].sparse)
+        self.all_layers()
+            .filter_map(|(l, kind)| kind.sparse.then_some(l))
     }
 
     /// `1 / theta^(2i/rope)`, power and quotient rounded to f32 as torch does.
@@ -146,6 +158,7 @@ impl Config {
 /// What the families with latent attention do not share.
 pub(super) struct LatentFamily {
     pub layers: Vec<LayerKind>,
+    pub nextn: Option<LayerKind>,
     pub index: Index,
     /// Default of `routed_scaling_factor`.
     pub scaling_factor: f64,
@@ -188,6 +201,8 @@ pub(super) fn latent_config(o: &Object, family: LatentFamily) -> Result<Config, 
         max_positions: o.size("max_position_embeddings")?,
         tied: o.flag("tie_word_embeddings", false)?,
         layers: family.layers,
+        nextn: family.nextn,
+        mtp: false,
         eos: o.ids("eos_token_id")?,
         mla,
         grouped: None,
@@ -312,6 +327,20 @@ pub(super) fn sparse_layers(o: &Object, dense: usize) -> Result<Vec<bool>, Model
             Ok((0..n).map(|l| l >= dense).collect())
         }
     }
+}
+
+/// The layer that `num_nextn_predict_layers` announces: sparse, with an indexer of its own where the
+/// family has them.
+pub(super) fn nextn_layer(o: &Object, indexer: bool) -> Result<Option<LayerKind>, ModelError> {
+    let layers = match o.get("num_nextn_predict_layers") {
+        None => 0,
+        Some(_) => o.count("num_nextn_predict_layers")?,
+    };
+    let kind = LayerKind {
+        sparse: true,
+        indexer,
+    };
+    Ok((layers > 0).then_some(kind))
 }
 
 /// A JSON object and where it came from.

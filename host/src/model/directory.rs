@@ -84,6 +84,11 @@ impl Dense {
         self.weight(name, shape).map(|w| w.format)
     }
 
+    /// Whether there is a tensor of this name.
+    pub fn has(&self, name: &str) -> bool {
+        self.shards.get(name).is_some()
+    }
+
     fn weight(&self, name: &str, shape: &[usize]) -> Result<Weight<'_>, ModelError> {
         let weight = self.shards.weight(name, shape)?;
         self.shards.check_scales(name, &weight, true)?;

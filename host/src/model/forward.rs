@@ -4,7 +4,8 @@
 //! batching changes no bit. The cache keeps, per layer, latent rows `[c_kv normed | k_rope]` (or for
 //! each key head rows `[value | key]`), and for layers with an indexer its keys.
 
-use super::config::INNER_EPS;
+use super::config::{INNER_EPS, LayerKind};
+use super::mtp;
 use super::weights::{Attention, Ffn, Indexer, Latent, Layer, Matrix, Mlp, Model, Moe};
 use crate::backend::{Attend, Backend, LoadExperts, Rows, RowsMut, rows, rows_mut};
 
@@ -18,6 +19,8 @@ pub enum Wanted {
     None,
     /// The last token's.
     Last,
+    /// Those of so many of the last tokens, which one batch holds.
+    Tail(usize),
     /// Every token's.
     All,
 }
@@ -31,7 +34,7 @@ pub(super) struct Cache<B: Backend> {
 
 /// Intermediate values of a batch.
 pub(super) struct Scratch<B: Backend> {
-    ids: B::Buf<u32>,
+    pub ids: B::Buf<u32>,
     pub x: B::Buf<f32>,
     pub normed: B::Buf<f32>,
     pub projected: B::Buf<f32>,
@@ -50,7 +53,7 @@ pub(super) struct Scratch<B: Backend> {
     expert_ids: B::Buf<u32>,
     expert_weights: B::Buf<f32>,
     expert_out: B::Buf<f32>,
-    logits: B::Buf<f32>,
+    pub logits: B::Buf<f32>,
     /// What matrices gave before their scales.
     pub unscaled: B::Buf<f32>,
 }
@@ -58,10 +61,11 @@ pub(super) struct Scratch<B: Backend> {
 /// One sequence of tokens on a model.
 pub struct Session<B: Backend> {
     caches: Vec<Cache<B>>,
-    scratch: Scratch<B>,
+    pub(super) scratch: Scratch<B>,
+    pub(super) mtp: Option<mtp::State<B>>,
     capacity: usize,
     chunk: usize,
-    position: usize,
+    pub(super) position: usize,
 }
 
 impl<B: Backend> Session<B> {
@@ -77,7 +81,19 @@ impl<B: Backend> Session<B> {
 
     /// Forgets all tokens.
     pub fn reset(&mut self) {
-        self.position = 0;
+        self.roll_back(self.position);
+    }
+
+    /// Forgets the last `n` tokens.
+    ///
+    /// # Panics
+    /// If there are not as many.
+    pub fn roll_back(&mut self, n: usize) {
+        assert!(n <= self.position, "{n} of {} tokens", self.position);
+        self.position -= n;
+        if let Some(mtp) = &mut self.mtp {
+            mtp.roll_back(n, self.position);
+        }
     }
 }
 
@@ -89,27 +105,15 @@ impl<B: LoadExperts> Model<B> {
         let mla = &c.mla;
         let t = CHUNK.min(capacity).max(1);
         let width = mla.latent + mla.rope;
-        let (heads, kv_heads) = match &c.grouped {
-            Some(grouped) => (grouped.heads, grouped.kv_heads),
-            None => (mla.heads, 1),
-        };
+        let heads = c.grouped.map_or(mla.heads, |grouped| grouped.heads);
         let queries = heads * (mla.nope + mla.rope);
-        let caches = c
-            .layers
-            .iter()
-            .map(|kind| {
-                Ok(Cache {
-                    rows: (0..kv_heads)
-                        .map(|_| b.alloc(capacity * width))
-                        .collect::<Result<_, _>>()?,
-                    index_keys: if kind.indexer {
-                        Some(b.alloc(capacity * c.index.dim)?)
-                    } else {
-                        None
-                    },
-                })
-            })
+        let caches = (c.layers.iter())
+            .map(|kind| self.cache(*kind, capacity))
             .collect::<Result<_, B::Error>>()?;
+        let mtp = match (&self.mtp, c.nextn) {
+            (Some(_), Some(kind)) => Some(mtp::State::new(self, self.cache(kind, capacity)?, t)?),
+            _ => None,
+        };
         // Lists are only computed once a sequence is longer than they are.
         let sparse = capacity > c.index.top_k;
         let index_q = if sparse {
@@ -124,7 +128,11 @@ impl<B: LoadExperts> Model<B> {
             self.columns.stride
         };
         let values = heads * mla.value;
-        let logits = if wanted == Wanted::All { t } else { 1 };
+        let logits = match wanted {
+            Wanted::All => t,
+            Wanted::Tail(n) => n.clamp(1, t),
+            Wanted::Last | Wanted::None => 1,
+        };
         let unscaled = if self.scaled {
             let widest = [projected, queries, values, index_q / t, c.hidden, 2 * ffn];
             let widest = widest.into_iter().chain([c.router.experts]).max();
@@ -158,9 +166,26 @@ impl<B: LoadExperts> Model<B> {
         Ok(Session {
             caches,
             scratch,
+            mtp,
             capacity,
             chunk: t,
             position: 0,
+        })
+    }
+
+    /// Room for what is kept of a layer.
+    fn cache(&self, kind: LayerKind, capacity: usize) -> Result<Cache<B>, B::Error> {
+        let (b, c) = (&self.backend, &self.config);
+        let width = c.mla.latent + c.mla.rope;
+        Ok(Cache {
+            rows: (0..c.grouped.map_or(1, |grouped| grouped.kv_heads))
+                .map(|_| b.alloc(capacity * width))
+                .collect::<Result<_, _>>()?,
+            index_keys: if kind.indexer {
+                Some(b.alloc(capacity * c.index.dim)?)
+            } else {
+                None
+            },
         })
     }
 
@@ -200,10 +225,13 @@ impl<B: LoadExperts> Model<B> {
         for (i, batch) in ids.chunks(session.chunk).enumerate() {
             let last = i + 1 == batches;
             let trace = if last { trace.take() } else { None };
+            self.catch_up(session, batch[0])?;
             self.batch(session, batch, trace)?;
+            self.hold(session, batch)?;
             let tokens = match wanted {
                 Wanted::All => batch.len(),
                 Wanted::Last if last => 1,
+                Wanted::Tail(n) if last => n,
                 _ => 0,
             };
             self.head(session, batch.len(), tokens, &mut logits)?;
@@ -225,6 +253,34 @@ impl<B: LoadExperts> Model<B> {
         let (b, c) = (&self.backend, &self.config);
         let (first, tokens) = (session.position, ids.len());
         let s = &mut session.scratch;
+        self.embed(s, ids)?;
+        for (l, (layer, cache)) in self.layers.iter().zip(&mut session.caches).enumerate() {
+            if let Some(trace) = trace.as_deref_mut() {
+                let mut x = vec![0.0; c.hidden];
+                b.read(&s.x, (tokens - 1) * c.hidden, &mut x)?;
+                trace.push(x);
+            }
+            self.layer(l, layer, cache, s, first, tokens)?;
+        }
+        if let Some(trace) = trace {
+            let mut x = vec![0.0; c.hidden];
+            b.rms_norm(
+                last_row(&s.x, c.hidden, tokens),
+                &self.norm,
+                c.eps,
+                c.hidden,
+                1,
+                rows_mut(&mut s.normed, c.hidden),
+            )?;
+            b.read(&s.normed, 0, &mut x)?;
+            trace.push(x);
+        }
+        Ok(())
+    }
+
+    /// `x` becomes the tokens' embeddings.
+    pub(super) fn embed(&self, s: &mut Scratch<B>, ids: &[u32]) -> Result<(), B::Error> {
+        let (b, c, tokens) = (&self.backend, &self.config, ids.len());
         b.write(&mut s.ids, 0, ids)?;
         let table = &self.embedding;
         match &table.scales {
@@ -249,53 +305,44 @@ impl<B: LoadExperts> Model<B> {
                 )?;
             }
         }
-        for (l, (layer, cache)) in self.layers.iter().zip(&mut session.caches).enumerate() {
-            if let Some(trace) = trace.as_deref_mut() {
-                let mut x = vec![0.0; c.hidden];
-                b.read(&s.x, (tokens - 1) * c.hidden, &mut x)?;
-                trace.push(x);
-            }
-            self.attention(layer, cache, s, first, tokens)?;
-            b.rms_norm(
-                rows(&s.x, c.hidden),
-                &layer.post_norm,
-                c.eps,
-                c.hidden,
-                tokens,
-                rows_mut(&mut s.normed, c.hidden),
-            )?;
-            match &layer.mlp {
-                Mlp::Dense(ffn) => {
-                    self.ffn(
-                        ffn,
-                        &s.normed,
-                        &mut s.gate_up,
-                        &mut s.activated,
-                        &mut s.x,
-                        &mut s.unscaled,
-                        tokens,
-                    )?;
-                }
-                Mlp::Sparse(moe) => {
-                    self.moe(moe, s, tokens)?;
-                    self.count(l, s, tokens)?;
-                }
-            }
-        }
-        if let Some(trace) = trace {
-            let mut x = vec![0.0; c.hidden];
-            b.rms_norm(
-                last_row(&s.x, c.hidden, tokens),
-                &self.norm,
-                c.eps,
-                c.hidden,
-                1,
-                rows_mut(&mut s.normed, c.hidden),
-            )?;
-            b.read(&s.normed, 0, &mut x)?;
-            trace.push(x);
-        }
         Ok(())
+    }
+
+    /// Layer `l` of the hidden states `x` of `tokens` tokens from position `first` on.
+    pub(super) fn layer(
+        &self,
+        l: usize,
+        layer: &Layer<B>,
+        cache: &mut Cache<B>,
+        s: &mut Scratch<B>,
+        first: usize,
+        tokens: usize,
+    ) -> Result<(), B::Error> {
+        let c = &self.config;
+        self.attention(layer, cache, s, first, tokens)?;
+        self.backend.rms_norm(
+            rows(&s.x, c.hidden),
+            &layer.post_norm,
+            c.eps,
+            c.hidden,
+            tokens,
+            rows_mut(&mut s.normed, c.hidden),
+        )?;
+        match &layer.mlp {
+            Mlp::Dense(ffn) => self.ffn(
+                ffn,
+                &s.normed,
+                &mut s.gate_up,
+                &mut s.activated,
+                &mut s.x,
+                &mut s.unscaled,
+                tokens,
+            ),
+            Mlp::Sparse(moe) => {
+                self.moe(moe, s, tokens)?;
+                self.count(l, s, tokens)
+            }
+        }
     }
 
     /// `matrix * x`, plus what was there where `add`. `unscaled` holds what a matrix with scales
@@ -715,19 +762,30 @@ impl<B: LoadExperts> Model<B> {
             wanted,
             rows_mut(&mut s.normed, c.hidden),
         )?;
+        self.logits(s, wanted, out)
+    }
+
+    /// Appends the logits of the first `tokens` normed hidden states to `out`.
+    pub(super) fn logits(
+        &self,
+        s: &mut Scratch<B>,
+        tokens: usize,
+        out: &mut Vec<f32>,
+    ) -> Result<(), B::Error> {
+        let c = &self.config;
         self.linear(
             rows(&s.normed, c.hidden),
             self.head.as_ref().unwrap_or(&self.embedding),
             c.vocab,
             c.hidden,
-            wanted,
+            tokens,
             false,
             rows_mut(&mut s.logits, c.vocab),
             &mut s.unscaled,
         )?;
         let at = out.len();
-        out.resize(at + wanted * c.vocab, 0.0);
-        b.read(&s.logits, 0, &mut out[at..])
+        out.resize(at + tokens * c.vocab, 0.0);
+        self.backend.read(&s.logits, 0, &mut out[at..])
     }
 }
 

@@ -11,6 +11,7 @@ use super::config::{Config, LayerKind};
 use super::directory::{ARCHIVE_FILE, Dense, EXPERTS_FILE, FINGERPRINT_KEY, RawExperts};
 use super::error::ModelError;
 use super::family::qwen3_moe::{self, Grouped};
+use super::mtp::{self, Mtp};
 use crate::archive::{Archive, ExpertSource, LayerRecords, Record, expert_digest};
 use crate::backend::{LayerExperts, LoadExperts, Scoring, TieredLayer};
 use crate::expert::{ExpertShape, Form, Tier};
@@ -83,17 +84,20 @@ impl Source {
     }
 
     /// The same experts in several tiers: `tiers` of each expert of each layer with experts, in
-    /// order. Whether what is read later goes past the page cache. `None` where there is no archive
-    /// or the numbers are not its own.
+    /// order; a layer past those is never loaded. Whether what is read later goes past the page
+    /// cache. `None` where there is no archive or the numbers are not its own.
     pub fn tiered(
         self,
-        tiers: Vec<Vec<placement::Tier>>,
+        mut tiers: Vec<Vec<placement::Tier>>,
         staged: usize,
     ) -> Result<Option<(Self, bool)>, ModelError> {
         let Source::Coded(archive) = self else {
             return Ok(None);
         };
         let experts = archive.experts();
+        if tiers.len() + 1 == archive.layers().len() {
+            tiers.push(vec![placement::Tier::DiskAns; experts]);
+        }
         if tiers.len() != archive.layers().len() || tiers.iter().any(|t| t.len() != experts) {
             return Ok(None);
         }
@@ -178,7 +182,7 @@ impl Source {
 /// Bytes that are loaded when a model has each of its layers, embedding and head being loaded with
 /// the first.
 pub fn bytes_to_load(config: &Config, source: &Source) -> Result<Vec<u64>, ModelError> {
-    let mut bytes = vec![0; config.layers.len()];
+    let mut bytes = vec![0; config.all_layers().count()];
     for (name, shape) in inventory(config) {
         let layer = name.strip_prefix("model.layers.");
         let layer = layer.and_then(|rest| rest.split('.').next()?.parse::<usize>().ok());
@@ -228,7 +232,12 @@ pub fn check_archive(archive: &Archive, dir: &Path, config: &Config) -> Result<b
         return wrong("expert shape", want.to_string(), shape.to_string());
     }
     let layers: Vec<u32> = config.sparse_layers().map(|l| l as u32).collect();
-    if archive.layers() != layers {
+    // One that drafts may be there and not be wanted.
+    let mut had = archive.layers();
+    if !config.mtp && config.nextn.is_some() && had.last() == Some(&(config.layers.len() as u32)) {
+        had = &had[..had.len() - 1];
+    }
+    if had != layers {
         let found = format!("{:?}", archive.layers());
         return wrong("layers", format!("{layers:?}"), found);
     }
@@ -382,6 +391,8 @@ pub struct Model<B: LoadExperts> {
     pub(super) columns: Columns,
     pub(super) embedding: Matrix<B>,
     pub(super) layers: Vec<Layer<B>>,
+    /// What drafts.
+    pub(super) mtp: Option<Mtp<B>>,
     pub(super) norm: B::Buf<u16>,
     /// `None` where it is the embedding table.
     pub(super) head: Option<Matrix<B>>,
@@ -411,14 +422,14 @@ pub(crate) fn inventory(c: &Config) -> Vec<(String, Vec<usize>)> {
     if !c.tied {
         list.push(("lm_head.weight".into(), vec![c.vocab, c.hidden]));
     }
-    for (l, kind) in c.layers.iter().enumerate() {
+    for (l, kind) in c.all_layers() {
         let mut add = |name: &str, shape: &[usize]| list.push((at(l, name), shape.to_vec()));
         add("input_layernorm.weight", &[c.hidden]);
         add("post_attention_layernorm.weight", &[c.hidden]);
         let add = |name: &str, shape: &[usize]| list.push((at(l, name), shape.to_vec()));
         match &c.grouped {
             Some(grouped) => qwen3_moe::inventory(grouped, c.hidden, add),
-            None => latent_inventory(c, *kind, add),
+            None => latent_inventory(c, kind, add),
         }
         let mut add = |name: &str, shape: &[usize]| list.push((at(l, name), shape.to_vec()));
         let ffn = if kind.sparse {
@@ -436,6 +447,9 @@ pub(crate) fn inventory(c: &Config) -> Vec<(String, Vec<usize>)> {
         add(&format!("{}gate_proj.weight", ffn.0), &[ffn.1, c.hidden]);
         add(&format!("{}up_proj.weight", ffn.0), &[ffn.1, c.hidden]);
         add(&format!("{}down_proj.weight", ffn.0), &[c.hidden, ffn.1]);
+    }
+    if c.mtp {
+        list.extend(mtp::inventory(c));
     }
     list
 }
@@ -673,7 +687,7 @@ impl<B: LoadExperts> Loader<'_, B> {
         })
     }
 
-    fn layer(
+    pub fn layer(
         &mut self,
         l: usize,
         kind: LayerKind,
@@ -752,6 +766,13 @@ impl<B: LoadExperts> Model<B> {
             layers.push(loader.layer(l, *kind, source, form)?);
             progress(l + 1);
         }
+        let mtp = match config.nextn.filter(|_| config.mtp) {
+            None => None,
+            Some(kind) => Some(Mtp::load(&mut loader, kind, source, form)?),
+        };
+        if mtp.is_some() {
+            progress(layers.len() + 1);
+        }
         let experts = config.sparse_layers().count() * config.router.experts;
         let placement = Placement {
             tier: source.tier(),
@@ -766,6 +787,7 @@ impl<B: LoadExperts> Model<B> {
             config,
             embedding,
             layers,
+            mtp,
             norm,
             head,
             inv_freq,
@@ -788,7 +810,7 @@ impl<B: LoadExperts> Model<B> {
     /// How often experts of each tier were chosen.
     pub fn used(&self) -> Used {
         let mut sum = Used::default();
-        for layer in &self.layers {
+        for layer in self.layers.iter().chain(self.mtp.iter().map(Mtp::layer)) {
             if let Mlp::Sparse(moe) = &layer.mlp {
                 sum.add(&self.backend.used(&moe.experts));
             }

@@ -49,8 +49,8 @@ pub fn dense_read(config: &Config) -> u64 {
 pub fn cache(config: &Config, positions: usize) -> u64 {
     let width = config.mla.latent + config.mla.rope;
     let rows = config.grouped.map_or(1, |g| g.kv_heads) as u64;
-    (config.layers.iter())
-        .map(|kind| {
+    (config.all_layers())
+        .map(|(_, kind)| {
             let keys = if kind.indexer { config.index.dim } else { 0 };
             let f32s = |n: usize| allocation(4 * (positions * n) as u64);
             rows * f32s(width) + if keys > 0 { f32s(keys) } else { 0 }
@@ -83,6 +83,7 @@ pub fn activations(config: &Config, positions: usize) -> u64 {
         + 3 * ffn
         + c.router.experts
         + 2 * c.router.top_k;
+    let a_token = a_token + if config.mtp { 2 * c.hidden } else { 0 };
     // Scratch of an operator is at most this, or one token's; two are alive at a time.
     let scratch = 2 * crate::backend::kernels::plan::SCRATCH as u64;
     4 * (t * a_token + c.vocab) as u64 + scratch

@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use super::calibrate::{self, CalibrateError, Calibration};
-use super::memory::{Fixed, fixed};
+use super::memory::{Fixed, dense_read, fixed};
 use super::planner::{Budget, LayerModel, ModelUse, Plan, PlanError, plan};
 use super::profile::{self, Profile, ProfileError};
 use super::{Rates, TIERS, staged};
@@ -133,11 +133,47 @@ pub fn available() -> u64 {
 /// Kept free of what is free, for the driver and for rounding.
 const RESERVE: u64 = 256 << 20;
 
+/// What speculation with one draft would come to, where the archive has the layer that drafts. Beside
+/// what is measured it takes a pass over two tokens to read the dense part once and each expert that
+/// either chooses once, choices being independent; the memory that the layer takes is not counted.
+#[derive(Clone, Copy, Debug, PartialEq, serde::Serialize)]
+pub struct Speculation {
+    /// Seconds of a draft and the pass over two tokens that checks it.
+    pub pass: f64,
+    /// Share of drafts that must be right for it to be faster than a token at a time; over 1: never.
+    pub break_even: f64,
+}
+
+impl Speculation {
+    fn of(config: &Config, layers: &[LayerModel], plan: &Plan, rates: &Rates) -> Self {
+        let (mut one, mut two) = (0.0, 0.0);
+        for p in layers.iter().flat_map(|l| &l.chances) {
+            one += p;
+            two += 1.0 - (1.0 - p) * (1.0 - p);
+        }
+        let mtp = Config {
+            mtp: true,
+            ..config.clone()
+        };
+        let read = dense_read(config) as f64;
+        let head = 2.0 * (config.vocab * config.hidden) as f64;
+        let draft = (dense_read(&mtp) as f64 - read + head) / read * rates.dense;
+        let experts = plan.token - rates.dense;
+        let pass = rates.dense + experts * (two / one + 1.0 / layers.len() as f64) + draft;
+        Self {
+            pass,
+            break_even: pass / plan.token - 1.0,
+        }
+    }
+}
+
 /// A plan and what it was made of.
 #[derive(Clone, Debug)]
 pub struct Planned {
     /// The plan.
     pub plan: Plan,
+    /// Whether drafts would pay.
+    pub speculation: Option<Speculation>,
     /// Rates, and the machine that they are of.
     pub calibration: Calibration,
     /// Where the use of experts is from.
@@ -163,7 +199,8 @@ fn read_profile(
         None => return Ok((Profile::new(), "none: all experts alike".into())),
     };
     let profile = Profile::read(&path)?;
-    let (layers, experts) = (config.layers.len(), config.router.experts);
+    let layers = config.layers.len() + config.nextn.is_some() as usize;
+    let experts = config.router.experts;
     if let Some((layer, expert)) = profile.last()
         && (layer as usize >= layers || expert as usize >= experts)
     {
@@ -205,7 +242,8 @@ impl Request {
         let (experts, top_k) = (config.router.experts, config.router.top_k);
         let mut layers = Vec::new();
         let mut largest = 0;
-        for &number in archive.layers() {
+        // A layer that drafts may be in the archive and not be wanted.
+        for number in config.sparse_layers().map(|l| l as u32) {
             let records: Vec<u64> = (0..experts)
                 .map(|e| Ok(archive.place_of(number, e)?.1 as u64))
                 .collect::<Result<_, ArchiveError>>()?;
@@ -242,8 +280,15 @@ impl Request {
             raw_bytes: archive.shape().raw_bytes() as u64,
             layers,
         };
+        let plan = plan(&model, &calibration.rates, &budget)?;
+        let drafts = config.nextn.is_some()
+            && archive.layers().last() == Some(&(config.layers.len() as u32));
+        let of = |drafts: bool| {
+            drafts.then(|| Speculation::of(config, &model.layers, &plan, &calibration.rates))
+        };
         Ok(Planned {
-            plan: plan(&model, &calibration.rates, &budget)?,
+            speculation: of(drafts),
+            plan,
             calibration,
             profile: named,
             budget,
@@ -321,7 +366,17 @@ impl std::fmt::Display for Planned {
         if plan.greedy.is_finite() {
             write!(f, "; greedy filling {:.3} ms", 1e3 * plan.greedy)?;
         }
-        writeln!(f)
+        writeln!(f)?;
+        match &self.speculation {
+            None => Ok(()),
+            Some(s) => writeln!(
+                f,
+                "speculation  {:.3} ms a draft and the pass that checks it: faster where more than {:.0}% of \
+                 drafts are right",
+                1e3 * s.pass,
+                100.0 * s.break_even
+            ),
+        }
     }
 }
 

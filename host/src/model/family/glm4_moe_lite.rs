@@ -3,7 +3,9 @@
 //! Names and defaults are those of Hugging Face transformers' `Glm4MoeLiteConfig`.
 
 use crate::backend::Index;
-use crate::model::config::{Config, LatentFamily, LayerKind, Object, latent_config, sparse_layers};
+use crate::model::config::{
+    Config, LatentFamily, LayerKind, Object, latent_config, nextn_layer, sparse_layers,
+};
 use crate::model::error::ModelError;
 
 pub const TYPE: &str = "glm4_moe_lite";
@@ -29,6 +31,7 @@ pub fn config(o: &Object) -> Result<Config, ModelError> {
         o,
         LatentFamily {
             layers,
+            nextn: nextn_layer(o, false)?,
             index,
             scaling_factor: 1.8,
         },

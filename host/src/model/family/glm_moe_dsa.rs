@@ -5,7 +5,9 @@
 use serde_json::Value;
 
 use crate::backend::Index;
-use crate::model::config::{Config, LatentFamily, LayerKind, Object, latent_config, sparse_layers};
+use crate::model::config::{
+    Config, LatentFamily, LayerKind, Object, latent_config, nextn_layer, sparse_layers,
+};
 use crate::model::error::ModelError;
 
 pub const TYPE: &str = "glm_moe_dsa";
@@ -25,6 +27,7 @@ pub fn config(o: &Object) -> Result<Config, ModelError> {
         o,
         LatentFamily {
             layers,
+            nextn: nextn_layer(o, true)?,
             index,
             scaling_factor: 2.5,
         },

@@ -99,6 +99,8 @@ pub fn config(o: &Object) -> Result<Config, ModelError> {
             scaling: 1.0,
         },
         layers,
+        nextn: None,
+        mtp: false,
         eos: o.ids("eos_token_id")?,
     };
     check_dimensions(o, &config, &[])?;

@@ -1,0 +1,398 @@
+//! Speculation: the layer that drafts, and that no token depends on it.
+
+mod suite;
+mod support;
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::ops::ControlFlow;
+use std::path::{Path, PathBuf};
+
+use assert_cmd::Command;
+use host::archive::{Archive, PackOptions, SafetensorsExperts, pack};
+use host::backend::LoadExperts;
+use host::backend::cpu::Cpu;
+use host::backend::reference::Reference;
+use host::convert::{Options as Conversion, convert};
+use host::engine::{self, Device, Options};
+use host::expert::{Form, ScaleKind};
+use host::generate::{FinishReason, Generated, Request, generate};
+use host::model::{Config, Model, Source, Wanted, mtp};
+use host::placement::request::{self, Size};
+use host::sample::{Sampling, greedy};
+use predicates::str::contains;
+use safetensors::SafeTensors;
+use safetensors::tensor::{Dtype, TensorView};
+use serde_json::Value;
+use support::{deviation, oracle_file};
+
+type Tensors = BTreeMap<String, (Dtype, Vec<usize>, Vec<u8>)>;
+
+/// What the layer that drafts is.
+#[derive(Clone, Copy, PartialEq)]
+enum Kind {
+    /// Layer 2 once more, its input mixed by another layer's matrix: it guesses.
+    Guessing,
+    /// As the model, of which all layers add nothing: it knows.
+    Knowing,
+    /// As the model's last layers would have it, roughly: the embedding passed on.
+    Passing,
+}
+
+/// A bf16 identity beside zeros, `[n, 2n]`.
+fn left_identity(n: usize) -> Vec<u8> {
+    let one = half::bf16::ONE.to_le_bytes();
+    (0..n)
+        .flat_map(|r| (0..2 * n).map(move |c| if r == c { one } else { [0; 2] }))
+        .flatten()
+        .collect()
+}
+
+/// A checkpoint of `tests/data` with a layer that drafts, as `tools/oracle.py mtp` makes it.
+fn checkpoint(name: &str, kind: Kind) -> tempfile::TempDir {
+    let from = support::data().join(format!("{name}-hf"));
+    let bytes = fs::read(from.join("model.safetensors")).unwrap();
+    let mut tensors: Tensors = SafeTensors::deserialize(&bytes)
+        .unwrap()
+        .tensors()
+        .into_iter()
+        .map(|(name, t)| (name, (t.dtype(), t.shape().to_vec(), t.data().to_vec())))
+        .collect();
+    let mut config: Value =
+        serde_json::from_slice(&fs::read(from.join("config.json")).unwrap()).unwrap();
+    let n = config["num_hidden_layers"].as_u64().unwrap();
+    config["num_nextn_predict_layers"] = 1.into();
+    for (name, t) in tensors.clone() {
+        if let Some(rest) = name.strip_prefix("model.layers.2.") {
+            tensors.insert(format!("model.layers.{n}.{rest}"), t);
+        }
+    }
+    let parts = [
+        ("eh_proj", "layers.0.mlp.down_proj"),
+        ("enorm", "layers.1.input_layernorm"),
+        ("hnorm", "layers.2.input_layernorm"),
+        ("shared_head.norm", "layers.1.post_attention_layernorm"),
+    ];
+    for (part, like) in parts {
+        let t = tensors[&format!("model.{like}.weight")].clone();
+        tensors.insert(format!("model.layers.{n}.{part}.weight"), t);
+    }
+    if kind != Kind::Guessing {
+        let hidden = config["hidden_size"].as_u64().unwrap() as usize;
+        let put = |tensors: &mut Tensors, part: &str, bytes: Vec<u8>| {
+            let name = format!("model.layers.{n}.{part}.weight");
+            tensors.get_mut(&name).unwrap().2 = bytes;
+        };
+        put(&mut tensors, "eh_proj", left_identity(hidden));
+        let ones = half::bf16::ONE.to_le_bytes().repeat(hidden);
+        put(&mut tensors, "enorm", ones);
+        let norm = tensors["model.norm.weight"].2.clone();
+        put(&mut tensors, "shared_head.norm", norm);
+    }
+    for (name, (_, _, bytes)) in &mut tensors {
+        let adds = name.contains("o_proj") || name.contains("down_proj");
+        let own = name.starts_with(&format!("model.layers.{n}."));
+        if adds && (kind == Kind::Knowing || kind == Kind::Passing && own) {
+            bytes.fill(0);
+        }
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let views = tensors.iter().map(|(name, (dtype, shape, bytes))| {
+        (name, TensorView::new(*dtype, shape.clone(), bytes).unwrap())
+    });
+    safetensors::serialize_to_file(views, None, &dir.path().join("model.safetensors")).unwrap();
+    fs::write(dir.path().join("config.json"), config.to_string()).unwrap();
+    dir
+}
+
+/// Its model directory, coded experts too.
+fn model(name: &str, kind: Kind) -> (tempfile::TempDir, PathBuf) {
+    let checkpoint = checkpoint(name, kind);
+    let dir = checkpoint.path().join("model");
+    let options = Conversion::new(ScaleKind::Row);
+    let summary = convert(checkpoint.path(), &dir, &options, |_, _| ()).unwrap();
+    assert_eq!(summary.left_out, 0);
+    let experts = SafetensorsExperts::open(&dir).unwrap();
+    let out = dir.join("experts.ansx");
+    pack(&experts, &PackOptions::default(), &out, |_| (), || false).unwrap();
+    (checkpoint, dir)
+}
+
+fn with_drafts(dir: &Path) -> Config {
+    let mut config = Config::read(dir).unwrap();
+    mtp::want(dir, &mut config).unwrap();
+    config
+}
+
+fn load<B: LoadExperts>(backend: B, dir: &Path) -> Model<B> {
+    let config = with_drafts(dir);
+    let source = Source::open(dir, &config, None).unwrap();
+    Model::load(backend, dir, config, &source, Form::Fused, |_| ()).unwrap()
+}
+
+/// Drafts are those that the formulas of the layer give in float32.
+fn compare<B: LoadExperts>(backend: B, dir: &Path, name: &str) -> Vec<u32> {
+    let model = load(backend, dir);
+    let mut bits = Vec::new();
+    for case in &oracle_file(name).cases {
+        let n = case.input_ids.len();
+        let mut session = model.session(n + 4, Wanted::Last).unwrap();
+        // In two batches, so that the layer catches up with the first.
+        let (a, b) = case.input_ids.split_at(n / 2);
+        model.forward(&mut session, a, Wanted::None).unwrap();
+        let logits = model.forward(&mut session, b, Wanted::Last).unwrap();
+        assert_eq!(greedy(&logits), case.greedy[0]);
+        let mut logits = Vec::new();
+        let drafts = model
+            .draft(&mut session, case.greedy[0], 2, Some(&mut logits))
+            .unwrap();
+        let vocab = model.config().vocab;
+        for (i, want) in case.draft_logits.iter().enumerate() {
+            let d = deviation(&logits[i * vocab..][..vocab], want);
+            eprintln!("{name}, {n} tokens, draft {i}: rms {d:.2e}");
+            // The bound of `tests/oracle.rs`: orders of summation, activations of 16 bits.
+            assert!(d < 1e-3, "{n} tokens, draft {i}: {d:e}");
+        }
+        assert_eq!(drafts, case.drafts);
+        bits.extend(logits.iter().map(|x| x.to_bits()));
+    }
+    bits
+}
+
+#[test]
+fn drafts_are_those_of_the_formulas() {
+    for name in ["tiny-dsa", "tiny-lite"] {
+        let (_kept, dir) = model(name, Kind::Guessing);
+        let oracle = format!("{name}-mtp");
+        let cpu = compare(Cpu::new().unwrap(), &dir, &oracle);
+        assert_eq!(compare(Reference, &dir, &oracle), cpu);
+        assert_eq!(compare(suite::emulator().unwrap(), &dir, &oracle), cpu);
+        match suite::cuda() {
+            Ok(cuda) => assert_eq!(compare(cuda, &dir, &oracle), cpu),
+            Err(why) => eprintln!("skipped: {why}"),
+        }
+    }
+}
+
+fn options(device: Device, speculate: usize) -> Options {
+    Options {
+        device,
+        tier: None,
+        form: Form::Fused,
+        placed: None,
+        positions: 128,
+        speculate,
+    }
+}
+
+fn request(temp: f32, tokens: usize, speculate: usize) -> Request {
+    Request {
+        prompt: (0..19).map(|i| (i * 53 + 5) % 256).collect(),
+        tokens: Some(tokens),
+        context: None,
+        sampling: Sampling {
+            temp,
+            top_k: 40,
+            top_p: 0.95,
+            seed: 11,
+        },
+        ignore_eos: false,
+        keep_logits: true,
+        speculate,
+        held: 0,
+        room: 0,
+    }
+}
+
+fn run(dir: &Path, options: &Options, request: &Request) -> Generated {
+    let mut engine = engine::open(dir, options.clone(), |_, _| ()).unwrap();
+    generate(
+        engine.as_mut(),
+        request,
+        |_, _| (),
+        |_| ControlFlow::Continue(()),
+    )
+    .unwrap()
+}
+
+/// The same tokens from the same logits, to the bit.
+fn same(a: &Generated, b: &Generated) {
+    assert_eq!(a.ids, b.ids);
+    assert_eq!(a.finish_reason, b.finish_reason);
+    let bits = |g: &Generated| -> Vec<u32> { g.logits.iter().map(|x| x.to_bits()).collect() };
+    assert!(bits(a) == bits(b));
+}
+
+/// Whatever is drafted, and how much of it is right: generation is what it is without.
+#[test]
+fn tokens_do_not_depend_on_drafts() {
+    let share = |g: &Generated| g.accepted as f64 / g.drafted as f64;
+    for kind in [Kind::Guessing, Kind::Passing, Kind::Knowing] {
+        let (_kept, dir) = model("tiny-dsa", kind);
+        for temp in [0.0, 0.9] {
+            let n = 60;
+            let plain = run(&dir, &options(Device::Cpu, 0), &request(temp, n, 0));
+            assert_eq!(
+                (plain.drafted, plain.passes, plain.ids.len()),
+                (0, n - 1, n)
+            );
+            for k in [1, 3] {
+                let got = run(&dir, &options(Device::Cpu, k), &request(temp, n, k));
+                same(&got, &plain);
+                eprintln!(
+                    "temperature {temp}, {k} drafts: {} of {} accepted",
+                    got.accepted, got.drafted
+                );
+                assert_eq!(got.passes + got.accepted, n - 1);
+                assert!(got.drafted > 0);
+                match kind {
+                    Kind::Guessing => assert!(share(&got) < 0.2),
+                    Kind::Knowing if temp == 0.0 => assert!(share(&got) > 0.95),
+                    _ => (),
+                }
+            }
+        }
+    }
+}
+
+/// The kernels: batches of one token and of several, experts coded and in tiers.
+#[test]
+fn tokens_do_not_depend_on_drafts_on_devices() {
+    for kind in [Kind::Guessing, Kind::Knowing] {
+        let (_kept, dir) = model("tiny-dsa", kind);
+        let n = 12;
+        let plain = run(&dir, &options(Device::Cpu, 0), &request(0.0, n, 0));
+        let mut devices = vec![Device::Emulator, Device::Reference];
+        if suite::cuda().is_ok() {
+            devices.push(Device::Cuda);
+        }
+        for device in devices {
+            same(&run(&dir, &options(device, 2), &request(0.0, n, 2)), &plain);
+        }
+        // A plan that has no room for all experts; the layer that drafts is part of it.
+        let rates = dir.join("rates.json");
+        host(
+            &["plan", "--device", "emulator", "--save-rates"],
+            &rates,
+            &dir,
+        )
+        .assert()
+        .success();
+        let placed = request::Request {
+            ram: Some(Size::Bytes(200 << 10)),
+            rates: Some(rates),
+            positions: 128,
+            ..request::Request::default()
+        };
+        for speculate in [0, 2] {
+            let options = Options {
+                placed: Some(placed.clone()),
+                ..options(Device::Emulator, speculate)
+            };
+            same(&run(&dir, &options, &request(0.0, n, speculate)), &plain);
+        }
+    }
+}
+
+/// An answer ends at its end token also where that was a draft, and what follows is forgotten.
+#[test]
+fn drafts_past_the_end_are_forgotten() {
+    let (_kept, dir) = model("tiny-dsa", Kind::Knowing);
+    let plain = run(&dir, &options(Device::Cpu, 0), &request(0.0, 40, 0));
+    let end = plain.ids[10];
+    let first = plain.ids.iter().position(|id| *id == end).unwrap();
+    let text = format!("{{\"eos_token_id\": {end}}}");
+    fs::write(dir.join("generation_config.json"), text).unwrap();
+    for k in [0, 1, 4, 15] {
+        let mut engine = engine::open(&dir, options(Device::Cpu, k), |_, _| ()).unwrap();
+        let mut request = request(0.0, 40, k);
+        let on = |_| ControlFlow::Continue(());
+        let got = generate(engine.as_mut(), &request, |_, _| (), on).unwrap();
+        assert_eq!(got.ids, plain.ids[..=first]);
+        assert_eq!(got.finish_reason, FinishReason::Stop);
+        // The sequence is that of the tokens: it goes on as if nothing had been drafted.
+        let logits = engine.forward(&[end], Wanted::Last).unwrap();
+        let vocab = engine.config().vocab;
+        let want = &plain.logits[(first + 1) * vocab..][..vocab];
+        assert!(
+            logits
+                .iter()
+                .zip(want)
+                .all(|(a, b)| a.to_bits() == b.to_bits())
+        );
+        // And a second sequence on the same engine.
+        request.ignore_eos = true;
+        let got = generate(engine.as_mut(), &request, |_, _| (), on).unwrap();
+        same(&got, &plain);
+    }
+}
+
+fn host(args: &[&str], file: &Path, dir: &Path) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_host"));
+    command.args(args);
+    if !file.as_os_str().is_empty() {
+        command.arg(file);
+    }
+    command.arg("-m").arg(dir);
+    command
+}
+
+#[test]
+fn commands_know_the_layer() {
+    let (_kept, dir) = model("tiny-dsa", Kind::Knowing);
+    let none = Path::new("");
+    let args = ["generate", "--device", "cpu", "--temp", "0", "-n", "30"];
+    let ids = ["--prompt-ids", "1,2,3"];
+    let json = |more: &[&str]| -> Value {
+        let mut command = host(&args, none, &dir);
+        let out = command.args(ids).arg("--json").args(more).assert();
+        serde_json::from_slice(&out.success().get_output().stdout).unwrap()
+    };
+    let (plain, drafted) = (json(&[]), json(&["--speculate", "3"]));
+    assert_eq!(plain["token_ids"], drafted["token_ids"]);
+    assert!(plain["speculation"].is_null());
+    assert!(drafted["speculation"]["acceptance_rate"].as_f64().unwrap() > 0.9);
+    assert!(drafted["speculation"]["passes"].as_u64().unwrap() < 15);
+    host(&args, none, &dir)
+        .args(ids)
+        .arg("--speculate")
+        .assert()
+        .success()
+        .stderr(contains("drafts accepted"));
+    let doctor = host(&["doctor", "--deep"], none, &dir).assert();
+    doctor.success().stdout(contains("drafts   layer 6"));
+    let archive = dir.join("experts.ansx");
+    assert_eq!(Archive::open(&archive).unwrap().layers(), [2, 3, 4, 5, 6]);
+    host(&["verify"], &archive, &dir)
+        .assert()
+        .success()
+        .stderr(contains("the model's raw experts"));
+    // Without the layer's experts all else works.
+    let text = fs::read_to_string(dir.join("config.json")).unwrap();
+    let without = text.replace(
+        "\"num_nextn_predict_layers\":1",
+        "\"num_nextn_predict_layers\":0",
+    );
+    assert_ne!(text, without);
+    fs::write(dir.join("config.json"), without).unwrap();
+    let refused = host(&args, none, &dir)
+        .args(ids)
+        .arg("--speculate")
+        .assert();
+    refused.code(1).stderr(contains(
+        "num_nextn_predict_layers: expected a layer that drafts, found none",
+    ));
+    // A configuration that announces a layer whose tensors are not there.
+    let made = support::converted("tiny-dsa", ScaleKind::Row).unwrap();
+    let plain = made.path().join("model");
+    fs::write(plain.join("config.json"), text).unwrap();
+    host(&args, none, &plain).args(ids).assert().success();
+    let refused = host(&args, none, &plain)
+        .args(ids)
+        .arg("--speculate")
+        .assert();
+    refused
+        .code(1)
+        .stderr(contains("model.layers.6.eh_proj.weight"));
+    host(&["doctor", "--deep"], none, &plain).assert().success();
+}
