@@ -35,8 +35,6 @@ enum Kind {
     Guessing,
     /// As the model, of which all layers add nothing: it knows.
     Knowing,
-    /// As the model's last layers would have it, roughly: the embedding passed on.
-    Passing,
 }
 
 /// A bf16 identity beside zeros, `[n, 2n]`.
@@ -91,8 +89,7 @@ fn checkpoint(name: &str, kind: Kind) -> tempfile::TempDir {
     }
     for (name, (_, _, bytes)) in &mut tensors {
         let adds = name.contains("o_proj") || name.contains("down_proj");
-        let own = name.starts_with(&format!("model.layers.{n}."));
-        if adds && (kind == Kind::Knowing || kind == Kind::Passing && own) {
+        if adds && kind == Kind::Knowing {
             bytes.fill(0);
         }
     }
@@ -227,7 +224,7 @@ fn same(a: &Generated, b: &Generated) {
 #[test]
 fn tokens_do_not_depend_on_drafts() {
     let share = |g: &Generated| g.accepted as f64 / g.drafted as f64;
-    for kind in [Kind::Guessing, Kind::Passing, Kind::Knowing] {
+    for kind in [Kind::Guessing, Kind::Knowing] {
         let (_kept, dir) = model("tiny-dsa", kind);
         for temp in [0.0, 0.9] {
             let n = 60;
@@ -248,7 +245,8 @@ fn tokens_do_not_depend_on_drafts() {
                 match kind {
                     Kind::Guessing => assert!(share(&got) < 0.2),
                     Kind::Knowing if temp == 0.0 => assert!(share(&got) > 0.95),
-                    _ => (),
+                    // What is drawn at random is seldom the likeliest.
+                    Kind::Knowing => assert!(got.accepted > 0 && share(&got) < 0.5),
                 }
             }
         }
