@@ -92,6 +92,45 @@ fn a_synthetic_model_runs() {
     .success();
 }
 
+/// Matrices of bytes: half the file, and the same tokens on every back end.
+#[test]
+fn the_dense_part_may_be_bytes() {
+    let dir = tempfile::tempdir().unwrap();
+    let models = ["verbatim", "int8-row"].map(|format| {
+        let model = dir.path().join(format);
+        tiny(&model, &["--dense", format]).success();
+        model
+    });
+    let json = |model: &Path, args: &[&str]| -> Value {
+        let mut command = host(&[]);
+        command.arg(args[0]).arg("-m").arg(model).args(&args[1..]);
+        let done = command.arg("--json").assert().success();
+        serde_json::from_slice(&done.get_output().stdout).unwrap()
+    };
+    let bytes = models.each_ref().map(|model| {
+        let facts = json(model, &["doctor", "--deep"])["model"].clone();
+        facts["dense_bytes"].as_u64().unwrap()
+    });
+    // Norms, routers and scales besides.
+    assert!(bytes[1] < bytes[0] * 6 / 10, "{bytes:?}");
+    let run = |device: &str| {
+        let args = [
+            "generate",
+            "-p",
+            "Hello",
+            "-n",
+            "4",
+            "--temp",
+            "0",
+            "--ignore-eos",
+        ];
+        json(&models[1], &[&args[..], &["--device", device]].concat())["token_ids"].clone()
+    };
+    let expected = run("reference");
+    assert_eq!(run("cpu"), expected);
+    assert_eq!(run("emulator"), expected);
+}
+
 #[test]
 fn a_plan_is_made_and_rates_are_kept() {
     let dir = tempfile::tempdir().unwrap();

@@ -15,9 +15,11 @@ use host::backend::kernels::{
 use host::backend::reference::Reference;
 use host::backend::{Backend, LayerExperts, LoadExperts, TieredLayer, rows, rows_mut};
 use host::bench::synth::Rng;
+use host::convert::DenseFormat;
 use host::engine::{self, Options};
 use host::expert::{Form, ScaleKind};
-use host::model::Wanted;
+use host::model::{Model, Source, Wanted};
+use host::placement::memory::DensePart;
 use host::placement::reader::DirectFile;
 use host::placement::request::{Request, Size};
 use host::placement::{TIERS, Tier};
@@ -30,7 +32,7 @@ const HIDDEN: usize = 128;
 const EXPERTS: usize = 32;
 const TOP_K: usize = 4;
 
-fn make(scales: ScaleKind) -> tempfile::TempDir {
+fn make(scales: ScaleKind, dense: DenseFormat) -> tempfile::TempDir {
     let dir = tempfile::tempdir().unwrap();
     let options = synth::Options {
         shape: Shape::Tiny,
@@ -40,6 +42,7 @@ fn make(scales: ScaleKind) -> tempfile::TempDir {
         seed: 3,
         skew: Some(Skew::PUBLISHED),
         hot: 0.0,
+        dense,
         tokenizer: None,
     };
     synthesise(&options, &dir.path().join("model"), |_, _, _| ()).unwrap();
@@ -54,7 +57,9 @@ fn model(scales: ScaleKind) -> std::path::PathBuf {
         ScaleKind::Row => &ROW,
         ScaleKind::G64 => &G64,
     };
-    made.get_or_init(|| make(scales)).path().join("model")
+    made.get_or_init(|| make(scales, DenseFormat::Verbatim))
+        .path()
+        .join("model")
 }
 
 type Mock = KernelBackend<MockDevice<EmulatedDevice>>;
@@ -471,6 +476,29 @@ fn out_of_memory_is_planned_again() {
     let error = engine::open_placed(device, vram, &model, &options(), &nothing, &mut no_progress);
     let error = error.err().unwrap().to_string();
     assert!(error.contains("hold no model whose dense part"), "{error}");
+}
+
+/// What a plan counts for the dense part is what is allocated for it, of bf16 and of bytes.
+#[test]
+fn the_dense_part_is_counted_as_it_is() {
+    let found = [DenseFormat::Verbatim, DenseFormat::Int8Row].map(|format| {
+        let dir = make(ScaleKind::Row, format);
+        let model = dir.path().join("model");
+        let config = host::model::Config::read(&model).unwrap();
+        let counted = DensePart::open(&model, &config).unwrap();
+        let source = Source::open(&model, &config, None).unwrap();
+        let device = MockDevice::new(EmulatedDevice::default(), Faults::default());
+        let backend = KernelBackend::new(device.clone()).unwrap();
+        let loaded = Model::load(backend, &model, config, &source, Form::Fused, |_| ()).unwrap();
+        let allocated = device.done().allocated.load(Relaxed);
+        drop(loaded);
+        (counted.held as f64, allocated as f64)
+    });
+    // The experts are the same.
+    let [bf16, int8] = found;
+    let (counted, taken) = (bf16.0 - int8.0, bf16.1 - int8.1);
+    assert!(counted > 0.4 * bf16.0, "{found:?}");
+    assert!((counted - taken).abs() < 0.1 * taken, "{found:?}");
 }
 
 fn host(args: &[&dyn AsRef<std::ffi::OsStr>]) -> Command {

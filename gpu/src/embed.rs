@@ -1,8 +1,8 @@
 //! Rows of the embedding table.
 //!
-//! `out[t] = table[ids[t]]`, bf16 widened to f32. One block a token, its threads stride over the
-//! columns. An id past the table gives a row of zeros: the host checks ids, this only keeps the
-//! read inside the table.
+//! `out[t] = table[ids[t]]`, bf16 widened to f32, or signed bytes times the row's scale. One block a
+//! token, its threads stride over the columns. An id past the table gives a row of zeros: the host
+//! checks ids, this only keeps the read inside the table.
 
 use bytemuck::{Pod, Zeroable};
 use cuda_std::mem::{Global, GlobalMut, Slice};
@@ -13,12 +13,14 @@ use crate::arith::bf16;
 /// Threads of a block.
 pub const THREADS: u32 = 256;
 
-/// Arguments of [`embed()`]. Grid: `[tokens, 1, 1]`.
+/// Arguments. Grid: `[tokens, 1, 1]`.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
 pub struct EmbedArgs {
-    /// bf16 `[vocab, cols]`.
+    /// bf16 or i8 `[vocab, cols]`.
     pub table: Slice,
+    /// f32 `[vocab]` of bytes, else empty.
+    pub scales: Slice,
     /// u32 `[tokens]`.
     pub ids: Slice,
     /// f32 rows of `out_stride`.
@@ -33,31 +35,57 @@ pub struct EmbedArgs {
     pub reserved: u32,
 }
 
-/// See the module.
-///
-/// # Safety
-/// The views must be live and as long as [`EmbedArgs`] says.
-#[kernel(threads = 256)]
-pub unsafe fn embed(args: EmbedArgs) {
+/// Stores `value(id, first element of its row, column)` for each column of a token.
+#[inline(always)]
+fn body(args: &EmbedArgs, value: impl Fn(u32, u64, u32) -> f32) {
     // SAFETY: the caller's: live views, as long as the arguments say.
-    let (table, ids, out) = unsafe {
+    let (ids, out) = unsafe {
         (
-            Global::<u16>::new(args.table),
             Global::<u32>::new(args.ids),
             GlobalMut::<f32>::new(args.out),
         )
     };
     let token = thread::block_idx_x();
     let id = ids.load(token);
+    // Vocabulary times columns can pass 2^32.
+    let start = id as u64 * args.cols as u64;
     let mut c = thread::thread_idx_x();
     while c < args.cols {
         let v = if id < args.vocab {
-            // Vocabulary times columns can pass 2^32.
-            bf16(table.at(id as u64 * args.cols as u64).load_nc(c))
+            value(id, start, c)
         } else {
             0.0
         };
         out.store(token * args.out_stride + c, v);
         c += THREADS;
     }
+}
+
+/// Rows of bf16.
+///
+/// # Safety
+/// The views must be live and as long as [`EmbedArgs`] says.
+#[kernel(threads = 256)]
+pub unsafe fn embed(args: EmbedArgs) {
+    // SAFETY: the caller's: a live view, as long as the arguments say.
+    let table = unsafe { Global::<u16>::new(args.table) };
+    body(&args, |_, start, c| bf16(table.at(start).load_nc(c)));
+}
+
+/// Rows of signed bytes.
+///
+/// # Safety
+/// The views must be live and as long as [`EmbedArgs`] says.
+#[kernel(threads = 256)]
+pub unsafe fn embed_int8(args: EmbedArgs) {
+    // SAFETY: the caller's: live views, as long as the arguments say.
+    let (table, scales) = unsafe {
+        (
+            Global::<u8>::new(args.table),
+            Global::<f32>::new(args.scales),
+        )
+    };
+    body(&args, |id, start, c| {
+        f32::from(table.at(start).load_nc(c) as i8) * scales.load_nc(id)
+    });
 }

@@ -202,6 +202,8 @@ pub(crate) trait Simd: Copy {
     unsafe fn load(p: *const f32) -> Self::V;
     /// `W` bf16 numbers, widened.
     unsafe fn load_bf16(p: *const u16) -> Self::V;
+    /// `W` signed bytes, widened.
+    unsafe fn load_i8(p: *const i8) -> Self::V;
     /// Stores `W` numbers.
     unsafe fn store(p: *mut f32, v: Self::V);
     /// `a * b + c`, one rounding.
@@ -276,6 +278,19 @@ impl Element for u16 {
     }
 }
 
+/// Signed bytes.
+impl Element for i8 {
+    #[inline(always)]
+    fn widen(self) -> f32 {
+        f32::from(self)
+    }
+    #[inline(always)]
+    unsafe fn load<S: Simd>(p: *const Self) -> S::V {
+        // SAFETY: as the caller.
+        unsafe { S::load_i8(p) }
+    }
+}
+
 /// [`Simd::partials`] with `ACC` vectors held in registers, so `256 / (W * ACC)` passes.
 ///
 /// # Safety
@@ -338,6 +353,11 @@ impl Simd for Baseline {
     unsafe fn load_bf16(p: *const u16) -> [f32; 8] {
         // SAFETY: valid for 8 numbers.
         unsafe { p.cast::<[u16; 8]>().read_unaligned() }.map(gpu::arith::bf16)
+    }
+    #[inline(always)]
+    unsafe fn load_i8(p: *const i8) -> [f32; 8] {
+        // SAFETY: valid for 8 numbers.
+        unsafe { p.cast::<[i8; 8]>().read_unaligned() }.map(f32::from)
     }
     #[inline(always)]
     unsafe fn store(p: *mut f32, v: [f32; 8]) {

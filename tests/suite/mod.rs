@@ -14,7 +14,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use host::backend::kernels::{CudaDevice, EmulatedDevice, KernelBackend, KernelError};
 use host::backend::reference::Reference;
-use host::backend::{LoadExperts, Rows, RowsMut};
+use host::backend::{Backend, LoadExperts, Rows, RowsMut, Weight};
 
 /// The kernels on the emulator.
 pub fn emulator() -> Result<KernelBackend<EmulatedDevice>, KernelError> {
@@ -95,6 +95,54 @@ impl Rng {
         (0..n)
             .map(|_| (self.f32().to_bits() >> 16) as u16)
             .collect()
+    }
+}
+
+/// Dense weights of a case.
+#[derive(Clone)]
+pub enum Dense {
+    Bf16(Vec<u16>),
+    Int8(Vec<i8>, Vec<f32>),
+}
+
+/// The same on a back end.
+pub enum Held<B: Backend> {
+    Bf16(B::Buf<u16>),
+    Int8(B::Buf<i8>, B::Buf<f32>),
+}
+
+impl Dense {
+    /// Of both kinds.
+    pub fn both(rng: &mut Rng, rows: usize, cols: usize) -> [Self; 2] {
+        let bytes = (0..rows * cols).map(|_| rng.below(256) as u8 as i8);
+        let bytes = bytes.collect();
+        [
+            Self::Bf16(rng.bf16s(rows * cols)),
+            Self::Int8(bytes, rng.f32s(rows)),
+        ]
+    }
+
+    pub fn kind(&self) -> &'static str {
+        match self {
+            Self::Bf16(_) => "bf16",
+            Self::Int8(..) => "int8",
+        }
+    }
+
+    pub fn upload<B: Backend>(&self, b: &B) -> Result<Held<B>, B::Error> {
+        Ok(match self {
+            Self::Bf16(bits) => Held::Bf16(b.upload(bits)?),
+            Self::Int8(bytes, scales) => Held::Int8(b.upload(bytes)?, b.upload(scales)?),
+        })
+    }
+}
+
+impl<B: Backend> Held<B> {
+    pub fn weight(&self) -> Weight<'_, B> {
+        match self {
+            Self::Bf16(bits) => Weight::Bf16(bits),
+            Self::Int8(bytes, scales) => Weight::Int8 { bytes, scales },
+        }
     }
 }
 
@@ -208,7 +256,7 @@ macro_rules! case {
 macro_rules! suite {
     ($($name:ident = $make:expr;)*) => {$(
         mod $name {
-            $crate::suite!(@tests $make, ops: embed norms elementwise scale linear rope latent attention index route);
+            $crate::suite!(@tests $make, ops: embed norms elementwise linear linear_int8 rope latent attention index route);
             $crate::suite!(@tests $make, experts: raw_experts coded_experts mixed_codecs plane3_experts);
         }
     )*};

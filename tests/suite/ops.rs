@@ -2,7 +2,7 @@
 
 use host::backend::{Attend, Backend, Index, LoadExperts, Mla, Router, Scoring};
 
-use super::{At, Rng, rows, rows_mut};
+use super::{At, Dense, Rng, rows, rows_mut};
 use crate::case;
 
 const TOKENS: [usize; 6] = [0, 1, 2, 7, 8, 33];
@@ -11,15 +11,16 @@ pub fn embed<B: LoadExperts>(b: &B) {
     let mut rng = Rng::fresh();
     for cols in [1, 64, 255, 256, 257] {
         for tokens in TOKENS {
-            let table = rng.bf16s(50 * cols);
             let ids: Vec<u32> = (0..tokens).map(|_| rng.below(50) as u32).collect();
             let at = At::new(cols, false);
             let dims = [cols, tokens];
-            case!(b, format!("embed {dims:?}"), at.len(tokens),
-                [table: Vec<u16>, ids: Vec<u32>, dims: [usize; 2], at: At], |be, out| {
-                let (table, ids) = (be.upload(table)?, be.upload(ids)?);
-                be.embed(&table, &ids, dims[0], dims[1], rows_mut(out, *at))
-            });
+            for table in Dense::both(&mut rng, 50, cols) {
+                case!(b, format!("embed {} {dims:?}", table.kind()), at.len(tokens),
+                    [table: Dense, ids: Vec<u32>, dims: [usize; 2], at: At], |be, out| {
+                    let (table, ids) = (table.upload(be)?, be.upload(ids)?);
+                    be.embed(table.weight(), &ids, dims[0], dims[1], rows_mut(out, *at))
+                });
+            }
         }
     }
 }
@@ -67,28 +68,6 @@ pub fn elementwise<B: LoadExperts>(b: &B) {
     }
 }
 
-pub fn scale<B: LoadExperts>(b: &B) {
-    let mut rng = Rng::fresh();
-    for cols in [1, 255, 256, 257, 1000] {
-        for tokens in TOKENS {
-            for (by_id, add) in [(false, false), (false, true), (true, false), (true, true)] {
-                let (from, to) = (At::new(cols, false), At::new(cols, true));
-                let x = rng.f32s(from.len(tokens));
-                let scales = rng.f32s(if by_id { 7 } else { cols });
-                let ids: Vec<u32> = (0..tokens).map(|_| rng.below(7) as u32).collect();
-                let dims = [cols, tokens];
-                case!(b, format!("scale {dims:?}, by id {by_id}, add {add}"), to.len(tokens),
-                    [x: Vec<f32>, scales: Vec<f32>, ids: Vec<u32>, from: At, to: At,
-                     dims: [usize; 2], by_id: bool, add: bool], |be, out| {
-                    let (x, scales, ids) = (be.upload(x)?, be.upload(scales)?, be.upload(ids)?);
-                    let ids = by_id.then_some(&ids);
-                    be.scale(rows(&x, *from), &scales, ids, dims[0], dims[1], *add, rows_mut(out, *to))
-                });
-            }
-        }
-    }
-}
-
 pub fn linear<B: LoadExperts>(b: &B) {
     let mut rng = Rng::fresh();
     // 300 x 1032 x 33 is large enough for a CPU's threads, 130 rows for four rows a warp.
@@ -105,14 +84,17 @@ pub fn linear<B: LoadExperts>(b: &B) {
             for (add, aligned) in [(false, true), (true, false), (true, true)] {
                 let (from, to) = (At::new(cols, aligned), At::new(n, aligned));
                 let x = rng.f32s(from.len(tokens));
-                let w = rng.bf16s(n * cols);
                 let dims = [n, cols, tokens];
-                case!(b, format!("linear {dims:?}, add {add}, aligned {aligned}"), to.len(tokens),
-                    [x: Vec<f32>, w: Vec<u16>, from: At, to: At, dims: [usize; 3], add: bool], |be, out| {
-                    let (x, w) = (be.upload(x)?, be.upload(w)?);
-                    let [n, cols, tokens] = *dims;
-                    be.linear(rows(&x, *from), &w, n, cols, tokens, *add, rows_mut(out, *to))
-                });
+                for w in Dense::both(&mut rng, n, cols) {
+                    let kind = w.kind();
+                    case!(b, format!("linear {kind} {dims:?}, add {add}, aligned {aligned}"), to.len(tokens),
+                        [x: Vec<f32>, w: Dense, from: At, to: At, dims: [usize; 3], add: bool], |be, out| {
+                        let (x, w) = (be.upload(x)?, w.upload(be)?);
+                        let [n, cols, tokens] = *dims;
+                        let (x, to) = (rows(&x, *from), rows_mut(out, *to));
+                        be.linear(x, w.weight(), n, cols, tokens, *add, to)
+                    });
+                }
             }
         }
     }
@@ -143,6 +125,30 @@ pub fn rope<B: LoadExperts>(b: &B) {
                     rows_mut(out, *to), out_head)
             });
         }
+    }
+}
+
+/// Every shape of the kernels for bytes, one token: few rows, more, many, and columns that are no
+/// multiple of what a warp takes at once.
+pub fn linear_int8<B: LoadExperts>(b: &B) {
+    let mut rng = Rng::fresh();
+    for (n, cols) in [
+        (5, 2048),
+        (70, 4104),
+        (1100, 1032),
+        (2200, 520),
+        (4300, 512),
+    ] {
+        let (from, to) = (At::new(cols, true), At::new(n, true));
+        let x = rng.f32s(from.len(1));
+        let [_, w] = Dense::both(&mut rng, n, cols);
+        let dims = [n, cols];
+        case!(b, format!("linear int8 {dims:?}"), to.len(1),
+            [x: Vec<f32>, w: Dense, from: At, to: At, dims: [usize; 2]], |be, out| {
+            let (x, w) = (be.upload(x)?, w.upload(be)?);
+            let (x, to) = (rows(&x, *from), rows_mut(out, *to));
+            be.linear(x, w.weight(), dims[0], dims[1], 1, true, to)
+        });
     }
 }
 
@@ -201,7 +207,6 @@ pub fn latent<B: LoadExperts>(b: &B) {
                 latent,
                 ..
             } = mla;
-            let kv_b = rng.bf16s(heads * (nope + value) * latent);
             let q_at = At::new(heads * (nope + rope), aligned);
             let latent_at = At::new(heads * (latent + rope), aligned);
             let x_at = At::new(heads * latent, aligned);
@@ -210,16 +215,19 @@ pub fn latent<B: LoadExperts>(b: &B) {
             let x = rng.f32s(x_at.len(tokens));
             let tokens = &tokens;
             let at = [q_at, latent_at, x_at, value_at];
-            case!(b, format!("absorb_query {mla:?} x {tokens}"), latent_at.len(*tokens),
-                [q: Vec<f32>, kv_b: Vec<u16>, mla: Mla, tokens: usize, at: [At; 4]], |be, out| {
-                let (q, kv_b) = (be.upload(q)?, be.upload(kv_b)?);
-                be.absorb_query(rows(&q, at[0]), &kv_b, mla, *tokens, rows_mut(out, at[1]))
-            });
-            case!(b, format!("expand_value {mla:?} x {tokens}"), value_at.len(*tokens),
-                [x: Vec<f32>, kv_b: Vec<u16>, mla: Mla, tokens: usize, at: [At; 4]], |be, out| {
-                let (x, kv_b) = (be.upload(x)?, be.upload(kv_b)?);
-                be.expand_value(rows(&x, at[2]), &kv_b, mla, *tokens, rows_mut(out, at[3]))
-            });
+            for kv_b in Dense::both(&mut rng, heads * (nope + value), latent) {
+                let kind = kv_b.kind();
+                case!(b, format!("absorb_query {kind} {mla:?} x {tokens}"), latent_at.len(*tokens),
+                    [q: Vec<f32>, kv_b: Dense, mla: Mla, tokens: usize, at: [At; 4]], |be, out| {
+                    let (q, kv_b) = (be.upload(q)?, kv_b.upload(be)?);
+                    be.absorb_query(rows(&q, at[0]), kv_b.weight(), mla, *tokens, rows_mut(out, at[1]))
+                });
+                case!(b, format!("expand_value {kind} {mla:?} x {tokens}"), value_at.len(*tokens),
+                    [x: Vec<f32>, kv_b: Dense, mla: Mla, tokens: usize, at: [At; 4]], |be, out| {
+                    let (x, kv_b) = (be.upload(x)?, kv_b.upload(be)?);
+                    be.expand_value(rows(&x, at[2]), kv_b.weight(), mla, *tokens, rows_mut(out, at[3]))
+                });
+            }
         }
     }
 }

@@ -297,6 +297,27 @@ impl<T: Pod> Global<T> {
         }
     }
 
+    /// As [`reload_v4_stream`](Self::reload_v4_stream) for words `word` and `word + 1`.
+    #[inline(always)]
+    #[track_caller]
+    pub fn reload_v2_stream(&self, condition: bool, word: u32, registers: &mut [u32; 2]) {
+        #[cfg(target_arch = "nvptx64")]
+        // SAFETY: in bounds by the contract of `new` where the condition holds.
+        unsafe {
+            core::arch::asm!(
+                "{{ .reg .pred p; setp.ne.u32 p, {c}, 0;",
+                "@p ld.global.nc.L1::no_allocate.v2.u32 {{{x}, {y}}}, [{a}]; }}",
+                x = inlateout(reg32) registers[0], y = inlateout(reg32) registers[1],
+                c = in(reg32) u32::from(condition), a = in(reg64) self.addr + bytes_to::<u32>(word),
+                options(pure, nomem, nostack, preserves_flags)
+            );
+        }
+        #[cfg(not(target_arch = "nvptx64"))]
+        if condition {
+            *registers = self.load_v2_nc(word);
+        }
+    }
+
     /// As [`reload_v4_stream`](Self::reload_v4_stream) for one element of 32 bits, through the cache.
     #[inline(always)]
     #[track_caller]

@@ -2,7 +2,7 @@
 //!
 //! [`Backend`] is one set of operators; `host::model` is written once over it. Every implementation
 //! gives the same bits (`gpu::arith`, `docs/determinism.md`), so that tests compare for equality.
-//! Activations are f32, one row a token; dense weights are bf16 bits, row-major `[rows, cols]`.
+//! Activations are f32, one row a token; dense weights are a [`Weight`], row-major `[rows, cols]`.
 
 pub mod cpu;
 pub mod kernels;
@@ -148,11 +148,33 @@ pub struct Router {
     pub scaling: f32,
 }
 
+/// A dense matrix where a back end has it.
+pub enum Weight<'a, B: Backend> {
+    /// bf16 bits.
+    Bf16(&'a B::Buf<u16>),
+    /// Signed bytes and a scale for each row. An operator gives what it gives for bytes as numbers,
+    /// times the scale (rounded), before anything is added to that.
+    Int8 {
+        /// The bytes.
+        bytes: &'a B::Buf<i8>,
+        /// The scales.
+        scales: &'a B::Buf<f32>,
+    },
+}
+
+impl<B: Backend> Clone for Weight<'_, B> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<B: Backend> Copy for Weight<'_, B> {}
+
 /// The operators of a forward pass.
 ///
 /// `tokens` is the number of rows; `first` the position of row 0. All dimensions are in elements.
 /// A back end may run operators asynchronously; [`Backend::read`] waits for what it reads.
-pub trait Backend {
+pub trait Backend: Sized {
     /// `len` elements of `T` where the back end computes.
     type Buf<T: Pod>;
     /// One layer's routed experts, placed.
@@ -182,10 +204,10 @@ pub trait Backend {
         out: &mut [T],
     ) -> Result<(), Self::Error>;
 
-    /// `out[t] = table[ids[t]]`, bf16 `[vocab, cols]` to f32.
+    /// `out[t] = table[ids[t]]`, `[vocab, cols]`, as f32.
     fn embed(
         &self,
-        table: &Self::Buf<u16>,
+        table: Weight<'_, Self>,
         ids: &Self::Buf<u32>,
         cols: usize,
         tokens: usize,
@@ -216,13 +238,13 @@ pub trait Backend {
         out: RowsMut<'_, Self::Buf<f32>>,
     ) -> Result<(), Self::Error>;
 
-    /// `out[t][r] = dot(weight[r], x[t])`, plus what was there where `add`. Weight bf16
-    /// `[rows, cols]`, `cols` a multiple of 8.
+    /// `out[t][r] = dot(weight[r], x[t])`, plus what was there where `add`. Weight `[rows, cols]`,
+    /// `cols` a multiple of 8.
     #[allow(clippy::too_many_arguments)]
     fn linear(
         &self,
         x: Rows<'_, Self::Buf<f32>>,
-        weight: &Self::Buf<u16>,
+        weight: Weight<'_, Self>,
         rows: usize,
         cols: usize,
         tokens: usize,
@@ -263,13 +285,14 @@ pub trait Backend {
     ) -> Result<(), Self::Error>;
 
     /// Queries into the latent space: per head,
-    /// `out[h][c] = sum over j ascending of fma(q[h][j], kv_b[h * (nope + value) + j][c])`, from +0.
+    /// `out[h][c] = sum over j ascending of fma(q[h][j], kv_b[h * (nope + value) + j][c])`, from +0;
+    /// `q[h][j]` is multiplied by the row's scale first (rounded) where there is one.
     /// Head `h` of `q` is at `h * (nope + rope)`, of `out` at `h * (latent + rope)`; the `rope`
     /// part of `out` is left alone.
     fn absorb_query(
         &self,
         q: Rows<'_, Self::Buf<f32>>,
-        kv_b: &Self::Buf<u16>,
+        kv_b: Weight<'_, Self>,
         mla: &Mla,
         tokens: usize,
         out: RowsMut<'_, Self::Buf<f32>>,
@@ -295,7 +318,7 @@ pub trait Backend {
     fn expand_value(
         &self,
         x: Rows<'_, Self::Buf<f32>>,
-        kv_b: &Self::Buf<u16>,
+        kv_b: Weight<'_, Self>,
         mla: &Mla,
         tokens: usize,
         out: RowsMut<'_, Self::Buf<f32>>,
@@ -346,21 +369,6 @@ pub trait Backend {
         weights: &Self::Buf<f32>,
         top_k: usize,
         tokens: usize,
-        out: RowsMut<'_, Self::Buf<f32>>,
-    ) -> Result<(), Self::Error>;
-
-    /// `out[t][c] = x[t][c] * scales[i]`, plus what was there where `add` (product and sum rounded
-    /// each); `i` is the column, or `ids[t]` where there are ids. Scales of weight rows are applied
-    /// so to what [`Backend::linear`] and [`Backend::embed`] gave for the unscaled integers.
-    #[allow(clippy::too_many_arguments)]
-    fn scale(
-        &self,
-        x: Rows<'_, Self::Buf<f32>>,
-        scales: &Self::Buf<f32>,
-        ids: Option<&Self::Buf<u32>>,
-        cols: usize,
-        tokens: usize,
-        add: bool,
         out: RowsMut<'_, Self::Buf<f32>>,
     ) -> Result<(), Self::Error>;
 

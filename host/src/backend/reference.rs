@@ -8,7 +8,7 @@ use gpu::layout::Folds;
 use thiserror::Error;
 
 use super::{
-    Attend, Backend, Index, LayerExperts, LoadExperts, Mla, Router, Rows, RowsMut, Scoring,
+    Attend, Backend, Index, LayerExperts, LoadExperts, Mla, Router, Rows, RowsMut, Scoring, Weight,
 };
 use crate::expert::{ExpertShape, Form, MatrixKind, RawMatrix, ScaleKind};
 
@@ -121,6 +121,27 @@ fn widen(bits: &[u16]) -> Vec<f32> {
     bits.iter().map(|b| arith::bf16(*b)).collect()
 }
 
+/// Row `r` of a dense matrix of `cols` columns, as numbers without their scale, and that.
+fn weight_row(
+    weight: Weight<'_, Reference>,
+    r: usize,
+    cols: usize,
+) -> Result<(Vec<f32>, Option<f32>)> {
+    Ok(match weight {
+        Weight::Bf16(bits) => (widen(slice(bits, r * cols, cols)?), None),
+        Weight::Int8 { bytes, scales } => {
+            let row = slice(bytes, r * cols, cols)?;
+            let scale = slice(scales, r, 1)?[0];
+            (row.iter().map(|q| f32::from(*q)).collect(), Some(scale))
+        }
+    })
+}
+
+/// `x * scale`, where there is one.
+fn scaled(x: f32, scale: Option<f32>) -> f32 {
+    scale.map_or(x, |s| x * s)
+}
+
 /// Quantises one token's activations: `(scale, X)`.
 pub fn quantise_row(x: &[f32]) -> (f32, Vec<i32>) {
     let amax = x.iter().fold(0.0, |m, x| arith::max(arith::abs(*x), m));
@@ -219,7 +240,7 @@ impl Backend for Reference {
 
     fn embed(
         &self,
-        table: &Vec<u16>,
+        table: Weight<'_, Self>,
         ids: &Vec<u32>,
         cols: usize,
         tokens: usize,
@@ -227,12 +248,18 @@ impl Backend for Reference {
     ) -> Result<()> {
         for (t, id) in slice(ids, 0, tokens)?.iter().enumerate() {
             let id = *id as usize;
-            let row = slice(table, id * cols, cols).map_err(|_| ReferenceError::Id {
-                what: "token",
-                id,
-                have: table.len() / cols,
-            })?;
-            out.row(t, cols)?.copy_from_slice(&widen(row));
+            let have = match table {
+                Weight::Bf16(bits) => bits.len() / cols,
+                Weight::Int8 { bytes, .. } => bytes.len() / cols,
+            };
+            if id >= have {
+                let what = "token";
+                return Err(ReferenceError::Id { what, id, have });
+            }
+            let (row, scale) = weight_row(table, id, cols)?;
+            for (y, w) in out.row(t, cols)?.iter_mut().zip(row) {
+                *y = scaled(w, scale);
+            }
         }
         Ok(())
     }
@@ -284,7 +311,7 @@ impl Backend for Reference {
     fn linear(
         &self,
         x: Rows<'_, Vec<f32>>,
-        weight: &Vec<u16>,
+        weight: Weight<'_, Self>,
         rows: usize,
         cols: usize,
         tokens: usize,
@@ -292,9 +319,9 @@ impl Backend for Reference {
         mut out: RowsMut<'_, Vec<f32>>,
     ) -> Result<()> {
         for r in 0..rows {
-            let w = widen(slice(weight, r * cols, cols)?);
+            let (w, scale) = weight_row(weight, r, cols)?;
             for t in 0..tokens {
-                let y = plain::dot(&w, x.row(t, cols)?);
+                let y = scaled(plain::dot(&w, x.row(t, cols)?), scale);
                 let out = &mut out.row(t, rows)?[r];
                 *out = if add { *out + y } else { y };
             }
@@ -351,7 +378,7 @@ impl Backend for Reference {
     fn absorb_query(
         &self,
         q: Rows<'_, Vec<f32>>,
-        kv_b: &Vec<u16>,
+        kv_b: Weight<'_, Self>,
         mla: &Mla,
         tokens: usize,
         mut out: RowsMut<'_, Vec<f32>>,
@@ -359,14 +386,16 @@ impl Backend for Reference {
         let (q_head, out_head) = (mla.nope + mla.rope, mla.latent + mla.rope);
         for h in 0..mla.heads {
             let first_row = h * (mla.nope + mla.value);
-            let keys = widen(slice(kv_b, first_row * mla.latent, mla.nope * mla.latent)?);
+            let keys = (0..mla.nope)
+                .map(|j| weight_row(kv_b, first_row + j, mla.latent))
+                .collect::<Result<Vec<_>>>()?;
             for t in 0..tokens {
                 let q = &q.row(t, mla.heads * q_head)?[h * q_head..];
                 let y = &mut out.row(t, mla.heads * out_head)?[h * out_head..];
                 for c in 0..mla.latent {
                     let mut acc = 0.0;
-                    for j in 0..mla.nope {
-                        acc = arith::fma(q[j], keys[j * mla.latent + c], acc);
+                    for (q, (key, scale)) in q.iter().zip(&keys) {
+                        acc = arith::fma(scaled(*q, *scale), key[c], acc);
                     }
                     y[c] = acc;
                 }
@@ -444,7 +473,7 @@ impl Backend for Reference {
     fn expand_value(
         &self,
         x: Rows<'_, Vec<f32>>,
-        kv_b: &Vec<u16>,
+        kv_b: Weight<'_, Self>,
         mla: &Mla,
         tokens: usize,
         mut out: RowsMut<'_, Vec<f32>>,
@@ -452,11 +481,11 @@ impl Backend for Reference {
         for h in 0..mla.heads {
             for j in 0..mla.value {
                 let row = h * (mla.nope + mla.value) + mla.nope + j;
-                let w = widen(slice(kv_b, row * mla.latent, mla.latent)?);
+                let (w, scale) = weight_row(kv_b, row, mla.latent)?;
                 for t in 0..tokens {
                     let x = x.row(t, mla.heads * mla.latent)?;
-                    out.row(t, mla.heads * mla.value)?[h * mla.value + j] =
-                        plain::dot(&w, &x[h * mla.latent..(h + 1) * mla.latent]);
+                    let y = plain::dot(&w, &x[h * mla.latent..(h + 1) * mla.latent]);
+                    out.row(t, mla.heads * mla.value)?[h * mla.value + j] = scaled(y, scale);
                 }
             }
         }
@@ -593,31 +622,6 @@ impl Backend for Reference {
         Ok(())
     }
 
-    fn scale(
-        &self,
-        x: Rows<'_, Vec<f32>>,
-        scales: &Vec<f32>,
-        ids: Option<&Vec<u32>>,
-        cols: usize,
-        tokens: usize,
-        add: bool,
-        mut out: RowsMut<'_, Vec<f32>>,
-    ) -> Result<()> {
-        for t in 0..tokens {
-            let x = x.row(t, cols)?;
-            let id = match ids {
-                Some(ids) => Some(slice(ids, t, 1)?[0] as usize),
-                None => None,
-            };
-            let out = out.row(t, cols)?;
-            for c in 0..cols {
-                let product = x[c] * slice(scales, id.unwrap_or(c), 1)?[0];
-                out[c] = if add { out[c] + product } else { product };
-            }
-        }
-        Ok(())
-    }
-
     fn add(
         &self,
         x: Rows<'_, Vec<f32>>,
@@ -712,6 +716,51 @@ mod tests {
             // f32 rounding of numbers below 8.
             assert!((*got as f64 - want).abs() < 1e-6, "{got} {want}");
         }
+    }
+
+    #[test]
+    fn bytes_are_integers_times_their_scale() {
+        let (rows_of, cols) = (3, 16);
+        let bytes: Vec<i8> = (0..rows_of * cols)
+            .map(|i| (i * 37 % 256) as u8 as i8)
+            .collect();
+        let bits: Vec<u16> = bytes
+            .iter()
+            .map(|q| half::bf16::from_f32(f32::from(*q)).to_bits())
+            .collect();
+        let scales = vec![0.37, -1.5e-3, 3.1];
+        let x: Vec<f32> = (0..cols).map(|i| (i as f32 * 0.7).sin()).collect();
+        let int8 = Weight::Int8 {
+            bytes: &bytes,
+            scales: &scales,
+        };
+        let run = |weight, add| {
+            let mut out = vec![1.0; rows_of];
+            Reference
+                .linear(
+                    rows(&x, cols),
+                    weight,
+                    rows_of,
+                    cols,
+                    1,
+                    add,
+                    rows_mut(&mut out, rows_of),
+                )
+                .unwrap();
+            out
+        };
+        let plain = run(Weight::Bf16(&bits), false);
+        for (r, y) in run(int8, false).into_iter().enumerate() {
+            assert_eq!(y.to_bits(), (plain[r] * scales[r]).to_bits());
+        }
+        for (r, y) in run(int8, true).into_iter().enumerate() {
+            assert_eq!(y.to_bits(), (1.0 + plain[r] * scales[r]).to_bits());
+        }
+        let mut row = vec![0.0; cols];
+        Reference
+            .embed(int8, &vec![2], cols, 1, rows_mut(&mut row, cols))
+            .unwrap();
+        assert_eq!(row[3], f32::from(bytes[2 * cols + 3]) * scales[2]);
     }
 
     #[test]

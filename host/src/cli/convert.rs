@@ -40,11 +40,20 @@ enum Format {
 }
 
 #[derive(Clone, Copy, ValueEnum)]
-enum DenseArg {
+pub enum DenseArg {
     /// As the checkpoint has them; fp8 becomes bf16
     Verbatim,
     /// Bytes with one scale a row
     Int8Row,
+}
+
+impl From<DenseArg> for DenseFormat {
+    fn from(arg: DenseArg) -> Self {
+        match arg {
+            DenseArg::Verbatim => DenseFormat::Verbatim,
+            DenseArg::Int8Row => DenseFormat::Int8Row,
+        }
+    }
 }
 
 pub fn run(args: ConvertArgs) -> anyhow::Result<()> {
@@ -55,10 +64,7 @@ pub fn run(args: ConvertArgs) -> anyhow::Result<()> {
     };
     let options = Options {
         experts: scales,
-        dense: match args.dense {
-            DenseArg::Verbatim => DenseFormat::Verbatim,
-            DenseArg::Int8Row => DenseFormat::Int8Row,
-        },
+        dense: args.dense.into(),
         force: args.force,
         resume: args.resume,
     };

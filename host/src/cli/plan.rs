@@ -13,6 +13,7 @@ use crate::interrupt;
 use crate::model::directory::ARCHIVE_FILE;
 use crate::model::{Config, check_archive};
 use crate::placement::calibrate::Calibration;
+use crate::placement::memory::DensePart;
 use crate::placement::request::{Request, Size};
 
 /// What experts may take, and what is known of their use.
@@ -100,6 +101,7 @@ pub fn run(args: PlanArgs) -> anyhow::Result<()> {
         "-c {positions}: expected 1 to {}",
         config.max_positions
     );
+    let dense = DensePart::open(dir, &config)?;
     let request = args.budget.request(positions);
     let ((found, measured), free) = match (args.device, &request.rates) {
         // Another machine's rates need no device here, if the budget is given as well.
@@ -118,12 +120,12 @@ pub fn run(args: PlanArgs) -> anyhow::Result<()> {
         (DeviceArg::Cuda, _) => {
             let device = CudaDevice::new(0)?;
             let backend = KernelBackend::new(device.clone())?;
-            let found = request.rates(&backend, &archive, &config)?;
+            let found = request.rates(&backend, &archive, &config, &dense)?;
             (found, device.free_bytes()?)
         }
         (DeviceArg::Emulator, _) => {
             let backend = KernelBackend::new(EmulatedDevice::default())?;
-            let found = request.rates(&backend, &archive, &config)?;
+            let found = request.rates(&backend, &archive, &config, &dense)?;
             (found, EmulatedDevice::MEMORY)
         }
     };

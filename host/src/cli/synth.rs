@@ -5,6 +5,7 @@ use std::sync::Mutex;
 
 use clap::{Args, ValueEnum};
 
+use super::convert::DenseArg;
 use super::ui::{self, Progress};
 use crate::expert::ScaleKind;
 use crate::interrupt;
@@ -34,6 +35,9 @@ pub struct SynthArgs {
     /// Number format of the routed experts
     #[arg(long, value_enum, default_value = "int4-row")]
     experts: Format,
+    /// Number format of the dense part: bf16, or as `host convert` would write it
+    #[arg(long, value_enum, default_value = "verbatim")]
+    dense: DenseArg,
     /// A tokenizer.json to copy [default: one of single bytes]
     #[arg(long, value_name = "FILE")]
     tokenizer: Option<PathBuf>,
@@ -85,6 +89,7 @@ pub fn run(args: SynthArgs) -> anyhow::Result<()> {
         seed: args.seed,
         skew: args.skew.0,
         hot: args.hot,
+        dense: args.dense.into(),
         tokenizer: args.tokenizer,
     };
     let shown: Mutex<Option<(Phase, Progress)>> = Mutex::new(None);

@@ -334,7 +334,7 @@ enum Put {
 
 /// Whether int8 takes this matrix: as fp8 checkpoints do, it leaves norms, routers and the
 /// indexer's weights alone.
-fn to_int8(name: &str, shape: &[usize]) -> bool {
+pub(crate) fn to_int8(name: &str, shape: &[usize]) -> bool {
     let kept = ["norm", "mlp.gate.", "weights_proj", "bias"];
     // Lengths stay multiples of 4, so that every tensor is aligned.
     let fits = shape.len() == 2 && shape[1].is_multiple_of(8);

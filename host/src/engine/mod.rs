@@ -12,6 +12,7 @@ use crate::backend::kernels::{
 use crate::backend::reference::Reference;
 use crate::expert::{Form, Tier};
 use crate::model::{Config, Model, ModelError, Session, Source, Wanted, bytes_to_load, mtp};
+use crate::placement::memory::DensePart;
 use crate::placement::request::{Request, RequestError, Size};
 use crate::placement::{self, Plan, Profile};
 
@@ -403,7 +404,7 @@ pub fn open(
         _ => (),
     }
     let source = Source::open(dir, &config, options.tier)?;
-    let bytes = bytes_to_load(&config, &source)?;
+    let bytes = bytes_to_load(dir, &config, &source)?;
     let all = bytes.last().copied().unwrap_or(0) as usize;
     let load = Load {
         dir,
@@ -439,7 +440,8 @@ fn overflow(
         return Ok(None);
     }
     let archive = crate::archive::Archive::open(&file).map_err(ModelError::from)?;
-    let fixed: u64 = (placement::memory::fixed(config, options.positions).iter())
+    let dense = DensePart::open(dir, config)?;
+    let fixed: u64 = (placement::memory::fixed(config, &dense, options.positions).iter())
         .map(|f| f.vram)
         .sum();
     let mut experts = 0;
@@ -466,6 +468,7 @@ pub fn open_placed<D: crate::backend::kernels::Device + Clone + 'static>(
     progress: &mut impl FnMut(usize, usize),
 ) -> Result<Box<dyn Engine>, EngineError> {
     let config = options.config(dir)?;
+    let dense = DensePart::open(dir, &config)?;
     let mut request = request.clone();
     let mut calibration = None;
     for attempt in 0.. {
@@ -481,7 +484,7 @@ pub fn open_placed<D: crate::backend::kernels::Device + Clone + 'static>(
         };
         let rates = match calibration.take() {
             Some(found) => found,
-            None => request.rates(&backend, archive, &config)?.0,
+            None => request.rates(&backend, archive, &config, &dense)?.0,
         };
         calibration = Some(rates.clone());
         let planned = request.plan(dir, &config, archive, rates, free)?;
@@ -489,7 +492,7 @@ pub fn open_placed<D: crate::backend::kernels::Device + Clone + 'static>(
         let Some((source, direct)) = source.tiered(planned.plan.tiers.clone(), staged)? else {
             return Err(EngineError::NoTiers { device: "cuda" });
         };
-        let bytes = bytes_to_load(&config, &source)?;
+        let bytes = bytes_to_load(dir, &config, &source)?;
         let all = bytes.last().copied().unwrap_or(0) as usize;
         let on_disk = planned.plan.table[placement::Tier::DiskAns as usize].experts;
         if on_disk > 0 && !direct {

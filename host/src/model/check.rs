@@ -61,12 +61,7 @@ impl Facts {
             let format = dense.check(&name, &shape)?;
             let cols = shape.last().copied().unwrap_or(1);
             *dense_formats.entry(format.name(cols)).or_insert(0) += 1;
-            let n = shape.iter().product::<usize>() as u64;
-            let wide = name.ends_with("e_score_correction_bias");
-            dense_bytes += if wide { 4 * n } else { 2 * n };
-            if format.has_row_scales(cols) {
-                dense_bytes += 4 * shape[0] as u64;
-            }
+            dense_bytes += dense.bytes(&name, &shape)?.0;
         }
         let sparse_layers = config.sparse_layers().count();
         let experts = config.router.experts;

@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use super::config::Config;
 use super::error::ModelError;
 use super::format::{Format, Weight};
+use super::matrix::HostMatrix;
 use super::shards::{Shards, looks_like_container};
 use super::tensors::u16s;
 use crate::archive::{ArchiveError, ExpertSource};
@@ -137,35 +138,33 @@ impl Dense {
         Ok(())
     }
 
-    /// Appends a matrix of integers with row scales as it is: the integers' bf16 bits, which are
-    /// exact, to `bits`, the scales to `scales`. A matrix in another format goes to `bits` as
-    /// [`Dense::bf16`] has it, with scales of 1. Whether it has row scales.
-    pub fn matrix(
-        &self,
-        name: &str,
-        shape: &[usize],
-        bits: &mut Vec<u16>,
-        scales: &mut Vec<f32>,
-    ) -> Result<bool, ModelError> {
+    /// Bytes that a tensor takes in memory, its scales included, and whether it is integers of a byte.
+    pub fn bytes(&self, name: &str, shape: &[usize]) -> Result<(u64, bool), ModelError> {
+        let format = self.check(name, shape)?;
+        let n = shape.iter().product::<usize>() as u64;
+        Ok(match *shape {
+            [rows, cols] if format.has_row_scales(cols) => (n + 4 * rows as u64, true),
+            _ if name.ends_with("e_score_correction_bias") => (4 * n, false),
+            _ => (2 * n, false),
+        })
+    }
+
+    /// A matrix as it is used: integers with row scales stay that, of a byte each; another format
+    /// becomes bf16 as [`Dense::bf16`] has it.
+    pub fn matrix(&self, name: &str, shape: &[usize]) -> Result<HostMatrix<'_>, ModelError> {
         let weight = self.weight(name, shape)?;
-        if !weight.format.has_row_scales(weight.cols) {
-            scales.resize(scales.len() + weight.rows, 1.0);
-            self.bf16(name, shape, bits)?;
-            return Ok(false);
+        match weight.format {
+            Format::Bf16 => Ok(HostMatrix::Bf16(u16s(weight.bytes))),
+            format if format.has_row_scales(weight.cols) => Ok(HostMatrix::Int8 {
+                bytes: weight.integers(),
+                scales: weight.scales,
+            }),
+            _ => {
+                let mut bits = Vec::new();
+                self.bf16(name, shape, &mut bits)?;
+                Ok(HostMatrix::Bf16(bits.into()))
+            }
         }
-        scales.extend_from_slice(&weight.scales);
-        let integers = Weight {
-            scales: vec![1.0; weight.rows].into(),
-            ..weight
-        };
-        let mut row = vec![0.0; integers.cols];
-        bits.reserve(integers.len());
-        for r in 0..integers.rows {
-            integers.widen(r * integers.cols, &mut row);
-            // At most 8 significant bits.
-            bits.extend(row.iter().map(|x| half::bf16::from_f32(*x).to_bits()));
-        }
-        Ok(true)
     }
 
     /// A tensor as f32.

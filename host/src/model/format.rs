@@ -203,7 +203,7 @@ pub struct Weight<'a> {
     pub scales: Cow<'a, [f32]>,
 }
 
-impl Weight<'_> {
+impl<'a> Weight<'a> {
     /// Weights.
     pub fn len(&self) -> usize {
         self.rows * self.cols
@@ -212,6 +212,25 @@ impl Weight<'_> {
     /// Whether it has no weights.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
+    }
+
+    /// The integers of a matrix with row scales, row-major.
+    ///
+    /// # Panics
+    /// If its format has no row scales.
+    pub fn integers(&self) -> Cow<'a, [i8]> {
+        match self.format {
+            Format::Int8Row => bytemuck::cast_slice(self.bytes).into(),
+            Format::Int4 { group } if group >= self.cols => {
+                let row_bytes = self.cols.div_ceil(2);
+                let row = |r: usize| &self.bytes[r * row_bytes..(r + 1) * row_bytes];
+                let nibble = |row: &[u8], c: usize| (row[c / 2] >> (4 * (c % 2)) & 15) as i8 - 8;
+                (0..self.rows)
+                    .flat_map(|r| (0..self.cols).map(move |c| nibble(row(r), c)))
+                    .collect()
+            }
+            other => panic!("{}: no row scales", other.name(self.cols)),
+        }
     }
 
     /// Widens weights `from..from + to.len()`, row-major: a quantised weight is its integer (or
@@ -352,6 +371,13 @@ mod tests {
         let mut out = [0.0; 4];
         int8.widen(0, &mut out);
         assert_eq!(out, [2.0, -2.0, -32.0, 31.75]);
+        assert_eq!(*int8.integers(), [1, -1, -128, 127]);
+        let rows = Weight {
+            format: Format::Int4 { group: 3 },
+            scales: vec![1.0, 2.0].into(),
+            ..int4
+        };
+        assert_eq!(*rows.integers(), [7, -7, 0, -8, -1, 2]);
     }
 
     #[test]

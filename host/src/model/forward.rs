@@ -5,8 +5,9 @@
 //! each key head rows `[value | key]`), and for layers with an indexer its keys.
 
 use super::config::{INNER_EPS, LayerKind};
+use super::matrix::Matrix;
 use super::mtp;
-use super::weights::{Attention, Ffn, Indexer, Latent, Layer, Matrix, Mlp, Model, Moe};
+use super::weights::{Attention, Ffn, Indexer, Latent, Layer, Mlp, Model, Moe};
 use crate::backend::{Attend, Backend, LoadExperts, Rows, RowsMut, rows, rows_mut};
 
 /// Tokens of a batch.
@@ -54,8 +55,6 @@ pub(super) struct Scratch<B: Backend> {
     expert_weights: B::Buf<f32>,
     expert_out: B::Buf<f32>,
     pub logits: B::Buf<f32>,
-    /// What matrices gave before their scales.
-    pub unscaled: B::Buf<f32>,
 }
 
 /// One sequence of tokens on a model.
@@ -133,15 +132,7 @@ impl<B: LoadExperts> Model<B> {
             Wanted::Tail(n) => n.clamp(1, t),
             Wanted::Last | Wanted::None => 1,
         };
-        let unscaled = if self.scaled {
-            let widest = [projected, queries, values, index_q / t, c.hidden, 2 * ffn];
-            let widest = widest.into_iter().chain([c.router.experts]).max();
-            (t * widest.unwrap_or(0)).max(logits * c.vocab)
-        } else {
-            0
-        };
         let scratch = Scratch {
-            unscaled: b.alloc(unscaled)?,
             ids: b.alloc(t)?,
             x: b.alloc(t * c.hidden)?,
             normed: b.alloc(t * c.hidden)?,
@@ -282,29 +273,13 @@ impl<B: LoadExperts> Model<B> {
     pub(super) fn embed(&self, s: &mut Scratch<B>, ids: &[u32]) -> Result<(), B::Error> {
         let (b, c, tokens) = (&self.backend, &self.config, ids.len());
         b.write(&mut s.ids, 0, ids)?;
-        let table = &self.embedding;
-        match &table.scales {
-            None => b.embed(
-                &table.bits,
-                &s.ids,
-                c.hidden,
-                tokens,
-                rows_mut(&mut s.x, c.hidden),
-            )?,
-            Some(scales) => {
-                let out = rows_mut(&mut s.unscaled, c.hidden);
-                b.embed(&table.bits, &s.ids, c.hidden, tokens, out)?;
-                b.scale(
-                    rows(&s.unscaled, c.hidden),
-                    scales,
-                    Some(&s.ids),
-                    c.hidden,
-                    tokens,
-                    false,
-                    rows_mut(&mut s.x, c.hidden),
-                )?;
-            }
-        }
+        b.embed(
+            self.embedding.weight(),
+            &s.ids,
+            c.hidden,
+            tokens,
+            rows_mut(&mut s.x, c.hidden),
+        )?;
         Ok(())
     }
 
@@ -335,7 +310,6 @@ impl<B: LoadExperts> Model<B> {
                 &mut s.gate_up,
                 &mut s.activated,
                 &mut s.x,
-                &mut s.unscaled,
                 tokens,
             ),
             Mlp::Sparse(moe) => {
@@ -345,27 +319,29 @@ impl<B: LoadExperts> Model<B> {
         }
     }
 
-    /// `matrix * x`, plus what was there where `add`. `unscaled` holds what a matrix with scales
-    /// gives before them.
-    #[allow(clippy::too_many_arguments)]
+    /// `matrix * x`, plus what was there where `add`; rows of a matrix of several pieces go beside one
+    /// another.
     pub(super) fn linear(
         &self,
         x: Rows<'_, B::Buf<f32>>,
         matrix: &Matrix<B>,
-        n: usize,
         cols: usize,
         tokens: usize,
         add: bool,
         out: RowsMut<'_, B::Buf<f32>>,
-        unscaled: &mut B::Buf<f32>,
     ) -> Result<(), B::Error> {
-        let b = &self.backend;
-        let Some(scales) = &matrix.scales else {
-            return b.linear(x, &matrix.bits, n, cols, tokens, add, out);
-        };
-        let to = rows_mut(unscaled, n);
-        b.linear(x, &matrix.bits, n, cols, tokens, false, to)?;
-        b.scale(rows(unscaled, n), scales, None, n, tokens, add, out)
+        let mut offset = out.offset;
+        for (n, part) in &matrix.parts {
+            let out = RowsMut {
+                buf: &mut *out.buf,
+                offset,
+                stride: out.stride,
+            };
+            let weight = part.weight();
+            self.backend.linear(x, weight, *n, cols, tokens, add, out)?;
+            offset += n;
+        }
+        Ok(())
     }
 
     /// `x += o_proj(attention(norm(x)))`; extends the layer's cache.
@@ -409,12 +385,10 @@ impl<B: LoadExperts> Model<B> {
         self.linear(
             rows(&s.normed, c.hidden),
             &layer.input,
-            col.width[layer.indexer.is_some() as usize],
             c.hidden,
             tokens,
             false,
             rows_mut(&mut s.projected, col.stride),
-            &mut s.unscaled,
         )?;
         let projected = |offset| Rows {
             buf: &s.projected,
@@ -432,25 +406,14 @@ impl<B: LoadExperts> Model<B> {
         self.linear(
             rows(&s.q_latent, c.q_lora),
             &layer.q_b,
-            mla.heads * q_head,
             c.q_lora,
             tokens,
             false,
             rows_mut(&mut s.q, mla.heads * q_head),
-            &mut s.unscaled,
         )?;
-        let queries = match &layer.kv_b.scales {
-            None => &s.q,
-            Some((scales, _)) => {
-                let n = mla.heads * q_head;
-                let out = rows_mut(&mut s.unscaled, n);
-                b.scale(rows(&s.q, n), scales, None, n, tokens, false, out)?;
-                &s.unscaled
-            }
-        };
         b.absorb_query(
-            rows(queries, mla.heads * q_head),
-            &layer.kv_b.bits,
+            rows(&s.q, mla.heads * q_head),
+            layer.kv_b.weight(),
             mla,
             tokens,
             rows_mut(&mut s.q_absorbed, mla.heads * width),
@@ -527,27 +490,20 @@ impl<B: LoadExperts> Model<B> {
         )?;
         let n = mla.heads * mla.value;
         let attended = rows(&s.attended, mla.heads * mla.latent);
-        match &layer.kv_b.scales {
-            None => {
-                let out = rows_mut(&mut s.values, n);
-                b.expand_value(attended, &layer.kv_b.bits, mla, tokens, out)?;
-            }
-            Some((_, scales)) => {
-                let out = rows_mut(&mut s.unscaled, n);
-                b.expand_value(attended, &layer.kv_b.bits, mla, tokens, out)?;
-                let out = rows_mut(&mut s.values, n);
-                b.scale(rows(&s.unscaled, n), scales, None, n, tokens, false, out)?;
-            }
-        }
+        b.expand_value(
+            attended,
+            layer.kv_b.weight(),
+            mla,
+            tokens,
+            rows_mut(&mut s.values, n),
+        )?;
         self.linear(
             rows(&s.values, n),
             &layer.o,
-            c.hidden,
             n,
             tokens,
             true,
             rows_mut(&mut s.x, c.hidden),
-            &mut s.unscaled,
         )
     }
 
@@ -600,12 +556,10 @@ impl<B: LoadExperts> Model<B> {
         self.linear(
             rows(&s.q_latent, c.q_lora),
             &indexer.query,
-            q_width,
             c.q_lora,
             tokens,
             false,
             rows_mut(&mut s.index_q, q_width),
-            &mut s.unscaled,
         )?;
         b.rope(
             rows(&s.index_q, q_width),
@@ -639,19 +593,16 @@ impl<B: LoadExperts> Model<B> {
         gate_up: &mut B::Buf<f32>,
         activated: &mut B::Buf<f32>,
         out: &mut B::Buf<f32>,
-        unscaled: &mut B::Buf<f32>,
         tokens: usize,
     ) -> Result<(), B::Error> {
         let (b, hidden, width) = (&self.backend, self.config.hidden, ffn.width);
         self.linear(
             rows(x, hidden),
             &ffn.gate_up,
-            2 * width,
             hidden,
             tokens,
             false,
             rows_mut(gate_up, 2 * width),
-            unscaled,
         )?;
         b.silu_mul(
             rows(gate_up, 2 * width),
@@ -667,12 +618,10 @@ impl<B: LoadExperts> Model<B> {
         self.linear(
             rows(activated, width),
             &ffn.down,
-            hidden,
             width,
             tokens,
             true,
             rows_mut(out, hidden),
-            unscaled,
         )
     }
 
@@ -695,12 +644,10 @@ impl<B: LoadExperts> Model<B> {
         self.linear(
             rows(&s.normed, c.hidden),
             &moe.router,
-            router.experts,
             c.hidden,
             tokens,
             false,
             rows_mut(&mut s.router_logits, router.experts),
-            &mut s.unscaled,
         )?;
         b.route(
             rows(&s.router_logits, router.experts),
@@ -726,7 +673,6 @@ impl<B: LoadExperts> Model<B> {
                 &mut s.gate_up,
                 &mut s.activated,
                 &mut s.expert_out,
-                &mut s.unscaled,
                 tokens,
             )?;
         }
@@ -773,15 +719,14 @@ impl<B: LoadExperts> Model<B> {
         out: &mut Vec<f32>,
     ) -> Result<(), B::Error> {
         let c = &self.config;
-        self.linear(
+        self.backend.linear(
             rows(&s.normed, c.hidden),
-            self.head.as_ref().unwrap_or(&self.embedding),
+            self.head.as_ref().unwrap_or(&self.embedding).weight(),
             c.vocab,
             c.hidden,
             tokens,
             false,
             rows_mut(&mut s.logits, c.vocab),
-            &mut s.unscaled,
         )?;
         let at = out.len();
         out.resize(at + tokens * c.vocab, 0.0);

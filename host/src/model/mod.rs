@@ -7,6 +7,7 @@ pub mod error;
 pub mod family;
 pub mod format;
 mod forward;
+mod matrix;
 pub mod mtp;
 pub mod shards;
 pub mod tensors;

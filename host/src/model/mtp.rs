@@ -24,7 +24,8 @@ use super::config::{Config, LayerKind};
 use super::directory::Dense;
 use super::error::ModelError;
 use super::forward::{Cache, Session};
-use super::weights::{Layer, Loader, Matrix, Model, Source, at};
+use super::matrix::Matrix;
+use super::weights::{Layer, Loader, Model, Source, at};
 use crate::backend::{Backend, LoadExperts, Rows, RowsMut, rows, rows_mut};
 use crate::expert::Form;
 use crate::sample::greedy;
@@ -233,12 +234,10 @@ impl<B: LoadExperts> Model<B> {
         self.linear(
             rows(&state.input, 2 * c.hidden),
             &mtp.projection,
-            c.hidden,
             2 * c.hidden,
             tokens,
             false,
             rows_mut(&mut s.x, c.hidden),
-            &mut s.unscaled,
         )?;
         let l = c.layers.len();
         self.layer(l, &mtp.layer, &mut state.cache, s, first, tokens)

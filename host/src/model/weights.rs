@@ -11,6 +11,7 @@ use super::config::{Config, LayerKind};
 use super::directory::{ARCHIVE_FILE, Dense, EXPERTS_FILE, FINGERPRINT_KEY, RawExperts};
 use super::error::ModelError;
 use super::family::qwen3_moe::{self, Grouped};
+use super::matrix::{HostMatrix, Matrix, Part};
 use super::mtp::{self, Mtp};
 use crate::archive::{Archive, ExpertSource, LayerRecords, Record, expert_digest};
 use crate::backend::{LayerExperts, LoadExperts, Scoring, TieredLayer};
@@ -181,12 +182,13 @@ impl Source {
 
 /// Bytes that are loaded when a model has each of its layers, embedding and head being loaded with
 /// the first.
-pub fn bytes_to_load(config: &Config, source: &Source) -> Result<Vec<u64>, ModelError> {
+pub fn bytes_to_load(dir: &Path, config: &Config, source: &Source) -> Result<Vec<u64>, ModelError> {
+    let dense = Dense::open(dir)?;
     let mut bytes = vec![0; config.all_layers().count()];
     for (name, shape) in inventory(config) {
         let layer = name.strip_prefix("model.layers.");
         let layer = layer.and_then(|rest| rest.split('.').next()?.parse::<usize>().ok());
-        bytes[layer.unwrap_or(0)] += 2 * shape.iter().product::<usize>() as u64;
+        bytes[layer.unwrap_or(0)] += dense.bytes(&name, &shape)?.0;
     }
     for l in config.sparse_layers() {
         for e in 0..config.router.experts {
@@ -286,13 +288,6 @@ pub struct Placement {
     pub bytes: u64,
 }
 
-/// A dense matrix. Where it has scales, `bits` are integers and row `r` gives
-/// `scales[r] * dot(bits[r], x)`.
-pub(super) struct Matrix<B: LoadExperts> {
-    pub bits: B::Buf<u16>,
-    pub scales: Option<B::Buf<f32>>,
-}
-
 /// A feed-forward network: `[gate; up]` in one matrix of `2 * width` rows, and `down`.
 pub(super) struct Ffn<B: LoadExperts> {
     pub width: usize,
@@ -320,14 +315,6 @@ pub(super) enum Mlp<B: LoadExperts> {
     Sparse(Moe<B>),
 }
 
-/// `kv_b_proj`, whose rows multiply queries on one side and give values on the other.
-pub(super) struct KvB<B: LoadExperts> {
-    pub bits: B::Buf<u16>,
-    /// Scales of a token's queries, `[heads * (nope + rope)]` with 1 in `rope`, and of its values,
-    /// `[heads * value]`.
-    pub scales: Option<(B::Buf<f32>, B::Buf<f32>)>,
-}
-
 /// Multi-head latent attention.
 pub(super) struct Latent<B: LoadExperts> {
     /// All that multiplies the normed input: rows of `q_a`, `kv_a`, and where the layer has an
@@ -336,7 +323,8 @@ pub(super) struct Latent<B: LoadExperts> {
     pub q_norm: B::Buf<u16>,
     pub q_b: Matrix<B>,
     pub kv_norm: B::Buf<u16>,
-    pub kv_b: KvB<B>,
+    /// Rows that multiply queries on one side and give values on the other.
+    pub kv_b: Part<B>,
     pub o: Matrix<B>,
     pub indexer: Option<Indexer<B>>,
 }
@@ -360,8 +348,6 @@ pub(super) struct Columns {
     pub rope: usize,
     pub index_key: usize,
     pub index_weights: usize,
-    /// All of it, with an indexer and without one.
-    pub width: [usize; 2],
     /// From row to row; keeps rows 32-byte aligned.
     pub stride: usize,
 }
@@ -378,7 +364,6 @@ impl Columns {
             rope,
             index_key,
             index_weights,
-            width: [index_key, width],
             stride: width.next_multiple_of(8),
         }
     }
@@ -389,16 +374,14 @@ pub struct Model<B: LoadExperts> {
     pub(super) backend: B,
     pub(super) config: Config,
     pub(super) columns: Columns,
-    pub(super) embedding: Matrix<B>,
+    pub(super) embedding: Part<B>,
     pub(super) layers: Vec<Layer<B>>,
     /// What drafts.
     pub(super) mtp: Option<Mtp<B>>,
     pub(super) norm: B::Buf<u16>,
     /// `None` where it is the embedding table.
-    pub(super) head: Option<Matrix<B>>,
+    pub(super) head: Option<Part<B>>,
     pub(super) inv_freq: B::Buf<f32>,
-    /// Whether any matrix has scales.
-    pub(super) scaled: bool,
     placement: Placement,
     /// Experts chosen so far, where that is wanted.
     pub(super) usage: RefCell<Option<Profile>>,
@@ -495,21 +478,10 @@ pub(super) struct Loader<'a, B> {
     pub backend: &'a B,
     dense: &'a Dense,
     pub config: &'a Config,
-    bits: Vec<u16>,
-    scaled: bool,
     expert_bytes: u64,
 }
 
-/// A dense matrix on the host, before it goes to a back end.
-#[derive(Default)]
-pub(super) struct HostMatrix {
-    pub bits: Vec<u16>,
-    /// One a row; all 1 where no part is scaled.
-    pub scales: Vec<f32>,
-    pub scaled: bool,
-}
-
-impl<B: LoadExperts> Loader<'_, B> {
+impl<'a, B: LoadExperts> Loader<'a, B> {
     pub fn place<T>(&self, what: &str, placed: Result<T, B::Error>) -> Result<T, ModelError> {
         placed.map_err(|e| ModelError::Place {
             what: what.into(),
@@ -518,41 +490,36 @@ impl<B: LoadExperts> Loader<'_, B> {
     }
 
     /// A matrix as its file has it.
-    pub fn read(&self, name: &str, shape: &[usize]) -> Result<HostMatrix, ModelError> {
-        let mut m = HostMatrix::default();
-        m.scaled = self.dense.matrix(name, shape, &mut m.bits, &mut m.scales)?;
-        Ok(m)
-    }
-
-    pub fn upload(&mut self, name: &str, m: &HostMatrix) -> Result<Matrix<B>, ModelError> {
-        self.scaled |= m.scaled;
-        Ok(Matrix {
-            bits: self.place(name, self.backend.upload(&m.bits))?,
-            scales: if m.scaled {
-                Some(self.place(name, self.backend.upload(&m.scales))?)
-            } else {
-                None
-            },
-        })
+    pub fn read(&self, name: &str, shape: &[usize]) -> Result<HostMatrix<'a>, ModelError> {
+        self.dense.matrix(name, shape)
     }
 
     /// Matrices of equal row length below one another.
-    fn stack(&mut self, parts: &[(&str, &[usize])]) -> Result<Matrix<B>, ModelError> {
-        let mut m = HostMatrix {
-            bits: std::mem::take(&mut self.bits),
-            ..HostMatrix::default()
-        };
-        m.bits.clear();
-        for (name, shape) in parts {
-            m.scaled |= self.dense.matrix(name, shape, &mut m.bits, &mut m.scales)?;
-        }
-        let placed = self.upload(parts[0].0, &m);
-        self.bits = m.bits;
-        placed
+    pub fn upload(
+        &self,
+        name: &str,
+        matrices: &[HostMatrix<'_>],
+        cols: usize,
+    ) -> Result<Matrix<B>, ModelError> {
+        self.place(name, Matrix::stack(self.backend, matrices, cols))
     }
 
-    pub fn one(&mut self, name: &str, shape: &[usize]) -> Result<Matrix<B>, ModelError> {
+    fn stack(&self, parts: &[(&str, &[usize])]) -> Result<Matrix<B>, ModelError> {
+        let matrices = parts
+            .iter()
+            .map(|(name, shape)| self.read(name, shape))
+            .collect::<Result<Vec<_>, _>>()?;
+        let (name, shape) = parts[0];
+        self.upload(name, &matrices, shape[1])
+    }
+
+    pub fn one(&self, name: &str, shape: &[usize]) -> Result<Matrix<B>, ModelError> {
         self.stack(&[(name, shape)])
+    }
+
+    fn whole(&self, name: &str, shape: &[usize]) -> Result<Part<B>, ModelError> {
+        let matrix = self.read(name, shape)?;
+        self.place(name, matrix.upload(self.backend))
     }
 
     pub fn vector(&mut self, name: &str, len: usize) -> Result<B::Buf<u16>, ModelError> {
@@ -572,31 +539,6 @@ impl<B: LoadExperts> Loader<'_, B> {
         self.dense.bf16(name, &[len], &mut bits)?;
         let bits: Vec<u16> = order.map(|i| bits[i]).collect();
         self.place(name, self.backend.upload(&bits))
-    }
-
-    fn kv_b(&mut self, name: &str) -> Result<KvB<B>, ModelError> {
-        let mla = &self.config.mla;
-        let (nope, value) = (mla.nope, mla.value);
-        let m = self.read(name, &[mla.heads * (nope + value), mla.latent])?;
-        let scales = if m.scaled {
-            let (mut queries, mut values) = (Vec::new(), Vec::new());
-            for head in m.scales.chunks(nope + value) {
-                queries.extend_from_slice(&head[..nope]);
-                queries.resize(queries.len() + mla.rope, 1.0);
-                values.extend_from_slice(&head[nope..]);
-            }
-            self.scaled = true;
-            Some((
-                self.place(name, self.backend.upload(&queries))?,
-                self.place(name, self.backend.upload(&values))?,
-            ))
-        } else {
-            None
-        };
-        Ok(KvB {
-            bits: self.place(name, self.backend.upload(&m.bits))?,
-            scales,
-        })
     }
 
     fn ffn(&mut self, l: usize, prefix: &str, width: usize) -> Result<Ffn<B>, ModelError> {
@@ -681,7 +623,10 @@ impl<B: LoadExperts> Loader<'_, B> {
                 &[mla.heads * (mla.nope + mla.rope), c.q_lora],
             )?,
             kv_norm: self.vector(&attn("kv_a_layernorm"), mla.latent)?,
-            kv_b: self.kv_b(&attn("kv_b_proj"))?,
+            kv_b: self.whole(
+                &attn("kv_b_proj"),
+                &[mla.heads * (mla.nope + mla.value), mla.latent],
+            )?,
             o: self.one(&attn("o_proj"), &[c.hidden, mla.heads * mla.value])?,
             indexer,
         })
@@ -745,16 +690,14 @@ impl<B: LoadExperts> Model<B> {
             backend: &backend,
             dense: &dense,
             config: &config,
-            bits: Vec::new(),
-            scaled: false,
             expert_bytes: 0,
         };
         let table = [config.vocab, config.hidden];
-        let embedding = loader.one("model.embed_tokens.weight", &table)?;
+        let embedding = loader.whole("model.embed_tokens.weight", &table)?;
         let head = if config.tied {
             None
         } else {
-            Some(loader.one("lm_head.weight", &table)?)
+            Some(loader.whole("lm_head.weight", &table)?)
         };
         let norm = loader.vector("model.norm.weight", config.hidden)?;
         let inv_freq = loader.place("inv_freq", backend.upload(&config.inv_freq()))?;
@@ -779,7 +722,6 @@ impl<B: LoadExperts> Model<B> {
             experts,
             bytes: loader.expert_bytes,
         };
-        let scaled = loader.scaled;
         Ok(Self {
             columns: Columns::new(&config),
             rounded: dense.rounded(),
@@ -791,7 +733,6 @@ impl<B: LoadExperts> Model<B> {
             norm,
             head,
             inv_freq,
-            scaled,
             placement,
             usage: RefCell::new(None),
         })

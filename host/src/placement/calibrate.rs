@@ -8,12 +8,12 @@ use std::time::Instant;
 use serde::{Deserialize, Serialize};
 
 use super::cost::{Line, Rates};
-use super::memory;
+use super::memory::DensePart;
 use super::reader::{Aligned, BLOCK, DirectFile};
 use crate::archive::{Archive, ArchiveError, Record};
 use crate::backend::cpu::{Cpu, CpuError};
 use crate::backend::kernels::{Device, DeviceError, KernelBackend, KernelError};
-use crate::backend::{Backend, LayerExperts, LoadExperts, rows, rows_mut};
+use crate::backend::{Backend, LayerExperts, LoadExperts, Weight, rows, rows_mut};
 use crate::bench::synth::Rng;
 use crate::expert::Form;
 use crate::model::Config;
@@ -122,9 +122,10 @@ pub fn rates<D: Device>(
     backend: &KernelBackend<D>,
     archive: &Archive,
     config: &Config,
+    dense: &DensePart,
     again: bool,
 ) -> Result<(Calibration, bool), CalibrateError> {
-    let machine = machine(backend, archive, config);
+    let machine = machine(backend, archive, config, dense);
     let name = &blake3::hash(machine.as_bytes()).to_hex()[..16];
     let file = directory().map(|d| d.join(format!("rates-{name}.json")));
     if !again
@@ -139,7 +140,7 @@ pub fn rates<D: Device>(
     let found = Calibration {
         version: VERSION,
         machine,
-        rates: measure(backend, archive, config)?,
+        rates: measure(backend, archive, config, dense)?,
     };
     if let Some(file) = &file
         && let Err(e) = found.write(file)
@@ -150,7 +151,12 @@ pub fn rates<D: Device>(
 }
 
 /// What rates depend on.
-fn machine<D: Device>(backend: &KernelBackend<D>, archive: &Archive, config: &Config) -> String {
+fn machine<D: Device>(
+    backend: &KernelBackend<D>,
+    archive: &Archive,
+    config: &Config,
+    dense: &DensePart,
+) -> String {
     let cpuinfo = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
     let cpu = cpuinfo.lines().find_map(|l| l.strip_prefix("model name"));
     let cpu = cpu.map_or("unknown", |l| l.trim_start_matches([' ', '\t', ':']));
@@ -162,7 +168,8 @@ fn machine<D: Device>(backend: &KernelBackend<D>, archive: &Archive, config: &Co
     #[cfg(not(unix))]
     let disk = 0;
     format!(
-        "ansatz {}; {cpu}, {} threads; {}; experts {}, top {}; hidden {}, {} layers; disk {disk}",
+        "ansatz {}; {cpu}, {} threads; {}; experts {}, top {}; hidden {}, {} layers, {:.0} + {:.0} MB; \
+         disk {disk}",
         env!("CARGO_PKG_VERSION"),
         rayon::current_num_threads(),
         backend.describe(),
@@ -170,6 +177,8 @@ fn machine<D: Device>(backend: &KernelBackend<D>, archive: &Archive, config: &Co
         config.router.top_k,
         config.hidden,
         config.layers.len(),
+        dense.bf16 as f64 / 1e6,
+        dense.int8 as f64 / 1e6,
     )
 }
 
@@ -186,6 +195,7 @@ pub fn measure<D: Device>(
     backend: &KernelBackend<D>,
     archive: &Archive,
     config: &Config,
+    part: &DensePart,
 ) -> Result<Rates, CalibrateError> {
     let shape = *archive.shape();
     let top_k = config.router.top_k.min(archive.experts());
@@ -249,7 +259,7 @@ pub fn measure<D: Device>(
         upload: upload(device)?,
         disk: disk(archive)?,
         round_trip,
-        dense: dense(backend, config, seconds)?,
+        dense: dense(backend, config, part, seconds)?,
     })
 }
 
@@ -427,25 +437,43 @@ fn round_trip<D: Device>(backend: &KernelBackend<D>, config: &Config) -> Result<
 /// Launches of a layer that are not its routed experts'.
 const LAUNCHES: f64 = 25.0;
 
-/// The dense part of a token: its bytes at the rate of one large matrix, and its launches.
+/// The dense part of a token: its bytes at the rate of one large matrix of their kind, and its launches.
 fn dense<D: Device>(
     backend: &KernelBackend<D>,
     config: &Config,
+    part: &DensePart,
     mut seconds: impl FnMut(&mut dyn FnMut() -> Result<(), KernelError>) -> Result<f64, KernelError>,
 ) -> Result<f64, KernelError> {
     let cols = config.hidden;
-    let rows_of = ((256 << 20) / (2 * cols)).min(config.vocab);
-    let weight = backend.alloc::<u16>(rows_of * cols)?;
     let x = backend.upload(&Rng::new(7).normals(cols))?;
-    let mut out = backend.alloc::<f32>(rows_of)?;
-    let mut times = Vec::new();
-    for _ in 0..RUNS {
-        times.push(seconds(&mut || {
-            let (x, out) = (rows(&x, cols), rows_mut(&mut out, rows_of));
-            backend.linear(x, &weight, rows_of, cols, 1, false, out)
-        })?);
+    let most = config.vocab;
+    let mut out = backend.alloc::<f32>(most)?;
+    let mut a_byte = |weight: Weight<'_, KernelBackend<D>>, size: usize, rows_of: usize| {
+        let mut times = Vec::new();
+        for _ in 0..RUNS {
+            times.push(seconds(&mut || {
+                let (x, out) = (rows(&x, cols), rows_mut(&mut out, rows_of));
+                backend.linear(x, weight, rows_of, cols, 1, false, out)
+            })?);
+        }
+        Ok::<_, KernelError>(median(times) / (size * rows_of * cols) as f64)
+    };
+    let mut bytes = 0.0;
+    if part.bf16 > 0 {
+        let rows_of = ((256 << 20) / (2 * cols)).min(most);
+        let weight = backend.alloc::<u16>(rows_of * cols)?;
+        bytes += part.bf16 as f64 * a_byte(Weight::Bf16(&weight), 2, rows_of)?;
     }
-    let a_byte = median(times) / (2 * rows_of * cols) as f64;
+    if part.int8 > 0 {
+        let rows_of = ((256 << 20) / cols).min(most);
+        let weight = backend.alloc::<i8>(rows_of * cols)?;
+        let scales = backend.alloc::<f32>(rows_of)?;
+        let weight = Weight::Int8 {
+            bytes: &weight,
+            scales: &scales,
+        };
+        bytes += part.int8 as f64 * a_byte(weight, 1, rows_of)?;
+    }
     const MANY: usize = 64;
     let mut times = Vec::new();
     for _ in 0..RUNS {
@@ -458,5 +486,5 @@ fn dense<D: Device>(
     }
     let a_launch = median(times) / MANY as f64;
     let launches = LAUNCHES * config.layers.len() as f64;
-    Ok(memory::dense_read(config) as f64 * a_byte + launches * a_launch)
+    Ok(bytes + launches * a_launch)
 }

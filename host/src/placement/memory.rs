@@ -1,7 +1,10 @@
 //! What a model takes beside its routed experts, in real allocation sizes.
 
+use std::path::Path;
+
+use crate::model::directory::Dense;
 use crate::model::weights::inventory;
-use crate::model::{CHUNK, Config};
+use crate::model::{CHUNK, Config, ModelError};
 
 /// Memory of one purpose, bytes.
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
@@ -21,27 +24,51 @@ pub fn allocation(bytes: u64) -> u64 {
     bytes.next_multiple_of(step)
 }
 
-/// Bytes of dense tensors on the device, embedding and head included.
-pub fn dense(config: &Config) -> u64 {
-    (inventory(config).iter())
-        .map(|(name, shape)| {
-            let n = shape.iter().product::<usize>() as u64;
-            let wide = name.ends_with("e_score_correction_bias");
-            allocation(if wide { 4 * n } else { 2 * n })
-        })
-        .sum()
+/// Bytes of a model's dense tensors, in the formats that its files have them in.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct DensePart {
+    /// What they take on the device, embedding and head included.
+    pub held: u64,
+    /// Those of bf16 that a token reads: all but the embedding table, of which it reads a row.
+    pub bf16: u64,
+    /// The same of int8.
+    pub int8: u64,
 }
 
-/// Bytes of dense tensors that a token reads: all but the embedding table, of which it reads a row.
-pub fn dense_read(config: &Config) -> u64 {
-    let embedding = 2 * (config.vocab * config.hidden) as u64;
+impl DensePart {
+    /// Of a model directory.
+    pub fn open(dir: &Path, config: &Config) -> Result<Self, ModelError> {
+        let dense = Dense::open(dir)?;
+        Self::new(config, |name, shape| dense.bytes(name, shape))
+    }
+
+    /// Of tensors, whose bytes and whether they are int8 `bytes` gives.
+    fn new<E>(
+        config: &Config,
+        bytes: impl Fn(&str, &[usize]) -> Result<(u64, bool), E>,
+    ) -> Result<Self, E> {
+        let mut part = Self::default();
+        for (name, shape) in inventory(config) {
+            let (bytes, int8) = bytes(&name, &shape)?;
+            part.held += allocation(bytes);
+            if name.ends_with("embed_tokens.weight") && !config.tied {
+                continue;
+            }
+            *(if int8 { &mut part.int8 } else { &mut part.bf16 }) += bytes;
+        }
+        Ok(part)
+    }
+}
+
+/// Dense weights that a token reads: all but the embedding table, of which it reads a row.
+pub fn weights_read(config: &Config) -> usize {
     let all: usize = (inventory(config).iter())
-        .map(|(_, shape)| 2 * shape.iter().product::<usize>())
+        .map(|(_, shape)| shape.iter().product::<usize>())
         .sum();
     if config.tied {
-        all as u64
+        all
     } else {
-        all as u64 - embedding
+        all - config.vocab * config.hidden
     }
 }
 
@@ -90,10 +117,10 @@ pub fn activations(config: &Config, positions: usize) -> u64 {
 }
 
 /// All that a model takes beside its routed experts.
-pub fn fixed(config: &Config, positions: usize) -> Vec<Fixed> {
+pub fn fixed(config: &Config, dense: &DensePart, positions: usize) -> Vec<Fixed> {
     let of = |what, vram| Fixed { what, vram };
     vec![
-        of("dense part", dense(config)),
+        of("dense part", dense.held),
         of("KV cache", cache(config, positions)),
         of("activations", activations(config, positions)),
     ]
@@ -112,12 +139,20 @@ mod tests {
         let gb = |bytes: u64| bytes as f64 / 1e9;
         // Attention 165 M weights a layer, shared experts 38 M, dense layers 226 M, embedding and
         // head 952 M each.
-        assert!(
-            (34.0..38.0).contains(&gb(dense(&config))),
-            "{}",
-            gb(dense(&config))
-        );
-        assert!(dense_read(&config) + 1_900_000_000 < dense(&config));
+        let of = |int8: bool| {
+            DensePart::new(&config, |name, shape| {
+                let n = shape.iter().product::<usize>() as u64;
+                let int8 = int8 && crate::convert::to_int8(name, shape);
+                let bytes = if int8 { n + 4 * shape[0] as u64 } else { 2 * n };
+                Ok::<_, ModelError>((bytes, int8))
+            })
+            .unwrap()
+        };
+        let (wide, narrow) = (of(false), of(true));
+        assert!((34.0..38.0).contains(&gb(wide.held)), "{wide:?}");
+        assert!((17.0..19.5).contains(&gb(narrow.held)), "{narrow:?}");
+        assert!(wide.bf16 + 1_900_000_000 < wide.held && wide.int8 == 0);
+        assert!(gb(narrow.bf16) < 0.5, "{narrow:?}");
         // 78 layers of 576, and 21 indexers of 128, f32.
         let bytes = 8192 * 4 * (78 * 576 + 21 * 128) as u64;
         let cache = cache(&config, 8192);

@@ -3,13 +3,13 @@
 use std::path::{Path, PathBuf};
 
 use super::calibrate::{self, CalibrateError, Calibration};
-use super::memory::{Fixed, dense_read, fixed};
+use super::memory::{DensePart, Fixed, fixed, weights_read};
 use super::planner::{Budget, LayerModel, ModelUse, Plan, PlanError, plan};
 use super::profile::{self, Profile, ProfileError};
 use super::{Rates, TIERS, staged};
 use crate::archive::{Archive, ArchiveError};
 use crate::backend::kernels::{Device, KernelBackend};
-use crate::model::Config;
+use crate::model::{Config, ModelError};
 
 /// Bytes, or a part of what there is.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -87,6 +87,9 @@ pub enum RequestError {
     /// The archive.
     #[error(transparent)]
     Archive(#[from] ArchiveError),
+    /// The model's files.
+    #[error(transparent)]
+    Model(#[from] ModelError),
     /// The budgets.
     #[error(transparent)]
     Plan(#[from] PlanError),
@@ -155,9 +158,9 @@ impl Speculation {
             mtp: true,
             ..config.clone()
         };
-        let read = dense_read(config) as f64;
-        let head = 2.0 * (config.vocab * config.hidden) as f64;
-        let draft = (dense_read(&mtp) as f64 - read + head) / read * rates.dense;
+        let read = weights_read(config) as f64;
+        let head = (config.vocab * config.hidden) as f64;
+        let draft = (weights_read(&mtp) as f64 - read + head) / read * rates.dense;
         let experts = plan.token - rates.dense;
         let pass = rates.dense + experts * (two / one + 1.0 / layers.len() as f64) + draft;
         Self {
@@ -222,10 +225,11 @@ impl Request {
         backend: &KernelBackend<D>,
         archive: &Archive,
         config: &Config,
+        dense: &DensePart,
     ) -> Result<(Calibration, bool), RequestError> {
         Ok(match &self.rates {
             Some(file) => (Calibration::read(file)?, false),
-            None => calibrate::rates(backend, archive, config, self.calibrate)?,
+            None => calibrate::rates(backend, archive, config, dense, self.calibrate)?,
         })
     }
 
@@ -256,7 +260,7 @@ impl Request {
                 records,
             });
         }
-        let mut fixed = fixed(config, self.positions);
+        let mut fixed = fixed(config, &DensePart::open(dir, config)?, self.positions);
         fixed.push(Fixed {
             what: "stage",
             vram: staged(top_k) as u64 * largest.next_multiple_of(256),

@@ -18,9 +18,11 @@ use safetensors::tensor::Dtype;
 
 use crate::archive::{Archive, ArchiveError, ExpertSource, PackOptions, Summary, pack};
 use crate::bench::synth::{self, Rng};
+use crate::convert::{DenseFormat, to_int8};
 use crate::expert::{ExpertShape, RawMatrix, ScaleKind};
 use crate::interrupt;
 use crate::model::directory::{ARCHIVE_FILE, DENSE_FILE, EXPERTS_KEY, FINGERPRINT_KEY};
+use crate::model::shards::SCALES;
 use crate::model::tensors::{Entry, TensorWriter};
 use crate::model::weights::inventory;
 use crate::model::{Config, ModelError, hex};
@@ -45,6 +47,8 @@ pub struct Options {
     pub skew: Option<Skew>,
     /// Share of each layer's experts, the most used, whose records are plane3.
     pub hot: f64,
+    /// Format of the dense matrices that a conversion would quantise.
+    pub dense: DenseFormat,
     /// A `tokenizer.json` to copy; by default one of single bytes.
     pub tokenizer: Option<PathBuf>,
 }
@@ -369,27 +373,55 @@ fn write_dense(
 ) -> Result<u64, SynthError> {
     let mut tensors = inventory(config);
     let is_bias = |name: &str| name.ends_with("e_score_correction_bias");
+    let narrow =
+        |name: &str, shape: &[usize]| options.dense == DenseFormat::Int8Row && to_int8(name, shape);
     // Wide elements first: every tensor then starts at a multiple of its element size.
-    tensors.sort_by_key(|(name, _)| !is_bias(name));
-    let entries: Vec<Entry> = tensors
-        .iter()
-        .map(|(name, shape)| {
-            let wide = is_bias(name);
-            Entry {
-                name: name.clone(),
-                dtype: if wide { Dtype::F32 } else { Dtype::BF16 },
-                shape: shape.clone(),
-                bytes: shape.iter().product::<usize>() * if wide { 4 } else { 2 },
-            }
-        })
-        .collect();
+    tensors.sort_by_key(|(name, shape)| (!is_bias(name), narrow(name, shape)));
+    let router_sigma = router::LOGIT_SIGMA / (config.hidden as f64).sqrt();
+    let entry = |name: String, dtype, shape: Vec<usize>, size: usize| Entry {
+        name,
+        dtype,
+        bytes: shape.iter().product::<usize>() * size,
+        shape,
+    };
+    // Scales of all int8 matrices, then everything else.
+    let mut entries = Vec::new();
+    let mut scales = Vec::new();
+    for (name, shape) in tensors.iter().filter(|(name, shape)| narrow(name, shape)) {
+        if let Fill::Normal(sigma) = fill(name, config.layers.len(), &[], router_sigma) {
+            entries.push(entry(
+                format!("{name}{SCALES}"),
+                Dtype::F32,
+                vec![shape[0]],
+                4,
+            ));
+            scales.push((sigma * INT8_AMAX / 127.0) as f32);
+        }
+    }
+    entries.extend(tensors.iter().map(|(name, shape)| {
+        let (name, shape) = (name.clone(), shape.clone());
+        match () {
+            () if is_bias(&name) => entry(name, Dtype::F32, shape, 4),
+            () if narrow(&name, &shape) => entry(name, Dtype::U8, vec![shape.iter().product()], 1),
+            () => entry(name, Dtype::BF16, shape, 2),
+        }
+    }));
     let all: u64 = entries.iter().map(|e| e.bytes as u64).sum();
     let pool = pool(mix(options.seed, 2));
     let mut scaled: (f64, Vec<u16>) = (f64::NAN, Vec::new());
-    let router_sigma = router::LOGIT_SIGMA / (config.hidden as f64).sqrt();
+    let bytes: Vec<u8> = match options.dense {
+        DenseFormat::Int8Row => pool.par_iter().map(|x| int8_of(*x) as u8).collect(),
+        DenseFormat::Verbatim => Vec::new(),
+    };
     let mut out = TensorWriter::create(&dir.join(DENSE_FILE), entries.clone(), metadata)?;
     let mut done = 0;
-    for (i, (entry, (name, _))) in entries.iter().zip(&tensors).enumerate() {
+    for (entry, scale) in entries.iter().zip(&scales) {
+        let row: Vec<u8> = scale.to_le_bytes().repeat(entry.bytes / 4);
+        out.write(&row)?;
+        done += entry.bytes as u64;
+    }
+    let entries = &entries[scales.len()..];
+    for (i, (entry, (name, shape))) in entries.iter().zip(&tensors).enumerate() {
         let layer = name
             .strip_prefix("model.layers.")
             .and_then(|s| s.split('.').next());
@@ -407,6 +439,15 @@ fn write_dense(
             Fill::Constant(value) => {
                 let one = half::bf16::from_f32(value).to_le_bytes();
                 out.write(&one.repeat(entry.bytes / 2))?;
+            }
+            Fill::Normal(_) if narrow(name, shape) => {
+                let mut places = Rng::new(mix(options.seed, 1000 + i as u64));
+                out.write_parts(|part| {
+                    for piece in part.chunks_mut(PIECE) {
+                        let at = (places.bits() % (POOL - PIECE) as u64) as usize;
+                        piece.copy_from_slice(&bytes[at..at + piece.len()]);
+                    }
+                })?;
             }
             Fill::Normal(sigma) => {
                 if scaled.0 != sigma {
@@ -433,6 +474,17 @@ fn write_dense(
     }
     out.finish()?;
     Ok(all)
+}
+
+/// Standard deviations that the largest byte stands for: a row of a few thousand Gaussian weights has
+/// about one beyond 3.7.
+const INT8_AMAX: f64 = 4.0;
+
+/// A standard normal number as a byte.
+fn int8_of(x: f32) -> i8 {
+    (f64::from(x) * 127.0 / INT8_AMAX)
+        .round()
+        .clamp(-127.0, 127.0) as i8
 }
 
 /// Standard normal numbers.

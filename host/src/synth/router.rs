@@ -185,7 +185,7 @@ pub fn usage(routing: &Routing, layers: &[u32], seed: u64) -> Profile {
 mod tests {
     use super::*;
     use crate::backend::cpu::Cpu;
-    use crate::backend::{Backend, Scoring, rows, rows_mut};
+    use crate::backend::{Backend, Scoring, Weight, rows, rows_mut};
 
     const GLM: Router = Router {
         scoring: Scoring::Sigmoid,
@@ -217,8 +217,16 @@ mod tests {
         let mut logits = cpu.alloc::<f32>(tokens * GLM.experts).unwrap();
         let out = rows_mut(&mut logits, GLM.experts);
         let at = rows(&x, hidden);
-        cpu.linear(at, &weight, GLM.experts, hidden, tokens, false, out)
-            .unwrap();
+        cpu.linear(
+            at,
+            Weight::Bf16(&weight),
+            GLM.experts,
+            hidden,
+            tokens,
+            false,
+            out,
+        )
+        .unwrap();
         let mut ids = cpu.alloc::<u32>(tokens * GLM.top_k).unwrap();
         let mut weights = cpu.alloc::<f32>(tokens * GLM.top_k).unwrap();
         let at = rows(&logits, GLM.experts);

@@ -9,7 +9,8 @@
 // Elementwise bodies leave vectors to the compiler: their parameter only chooses the features.
 #![allow(clippy::extra_unused_type_parameters)]
 
-use crate::backend::Index;
+use super::Cpu;
+use crate::backend::{Index, Weight};
 use crate::simd::{Arm, Element, Level, Simd, arms};
 use gpu::arith::{self, PARTIALS};
 
@@ -35,11 +36,23 @@ unsafe fn dot<S: Simd, E: Element>(x: &[f32], w: &[E]) -> f32 {
 
 /// `out[r] = dot(w[r], x)`.
 #[inline(always)]
-unsafe fn dot_rows_body<S: Simd>(w: &[u16], x: &[f32], out: &mut [f32]) {
+unsafe fn dot_rows_body<S: Simd, E: Element>(w: &[E], x: &[f32], out: &mut [f32]) {
     assert_eq!(w.len(), x.len() * out.len());
     for (w, out) in w.chunks_exact(x.len().max(1)).zip(out) {
         // SAFETY: as the caller.
-        *out = unsafe { dot::<S, u16>(x, w) };
+        *out = unsafe { dot::<S, E>(x, w) };
+    }
+}
+
+/// [`dot_rows_body`] of bf16 or of bytes.
+#[inline(always)]
+unsafe fn dot_rows_of<S: Simd>(w: Numbers<'_>, x: &[f32], out: &mut [f32]) {
+    // SAFETY: as the caller.
+    unsafe {
+        match w {
+            Numbers::Bf16(w) => dot_rows_body::<S, u16>(w, x, out),
+            Numbers::Int8(w) => dot_rows_body::<S, i8>(w, x, out),
+        }
     }
 }
 
@@ -145,7 +158,7 @@ unsafe fn tiles<S: Simd>(
 
 /// `out[t][r] = dot(w[r], xs[t])`, `out` `[tokens][rows]`; rows of `w` have `cols` elements.
 #[inline(always)]
-unsafe fn linear_body<S: Simd>(w: &[u16], cols: usize, xs: &[&[f32]], out: &mut [f32]) {
+unsafe fn linear_body<S: Simd, E: Element>(w: &[E], cols: usize, xs: &[&[f32]], out: &mut [f32]) {
     let rows = w.len() / cols;
     assert!(w.len() == rows * cols && out.len() == rows * xs.len());
     let mut wt = vec![0.0; cols * S::W];
@@ -154,10 +167,22 @@ unsafe fn linear_body<S: Simd>(w: &[u16], cols: usize, xs: &[&[f32]], out: &mut 
         // SAFETY: as the caller.
         unsafe {
             let block = &w[first * cols..(first + n) * cols];
-            transpose::<S, u16>(block.chunks_exact(cols), cols, &mut wt);
+            transpose::<S, E>(block.chunks_exact(cols), cols, &mut wt);
             tiles::<S>(&wt, cols, xs, |t, v| {
                 out[t * rows + first..][..n].copy_from_slice(&v[..n]);
             });
+        }
+    }
+}
+
+/// [`linear_body`] of bf16 or of bytes.
+#[inline(always)]
+unsafe fn linear_of<S: Simd>(w: Numbers<'_>, cols: usize, xs: &[&[f32]], out: &mut [f32]) {
+    // SAFETY: as the caller.
+    unsafe {
+        match w {
+            Numbers::Bf16(w) => linear_body::<S, u16>(w, cols, xs, out),
+            Numbers::Int8(w) => linear_body::<S, i8>(w, cols, xs, out),
         }
     }
 }
@@ -295,16 +320,28 @@ unsafe fn weighted_sums<'a, S: Simd, E: Element>(
 
 /// `out[t][c] = sum over j of fma(qs[t][j], w[j][c], acc)`; `w` `[_, cols]`, `out` `[tokens][cols]`.
 #[inline(always)]
-unsafe fn absorb_body<S: Simd>(w: &[u16], cols: usize, qs: &[&[f32]], out: &mut [f32]) {
+unsafe fn absorb_body<S: Simd, E: Element>(w: &[E], cols: usize, qs: &[&[f32]], out: &mut [f32]) {
     // SAFETY: as the caller.
     unsafe {
-        weighted_sums::<S, u16>(
+        weighted_sums::<S, E>(
             &|j| &w[j * cols..][..cols],
             w.len() / cols,
             cols,
             qs,
             |t, c, v| out[t * cols + c..][..v.len()].copy_from_slice(v),
         );
+    }
+}
+
+/// [`absorb_body`] of bf16 or of bytes.
+#[inline(always)]
+unsafe fn absorb_of<S: Simd>(w: Numbers<'_>, cols: usize, qs: &[&[f32]], out: &mut [f32]) {
+    // SAFETY: as the caller.
+    unsafe {
+        match w {
+            Numbers::Bf16(w) => absorb_body::<S, u16>(w, cols, qs, out),
+            Numbers::Int8(w) => absorb_body::<S, i8>(w, cols, qs, out),
+        }
     }
 }
 
@@ -546,18 +583,18 @@ arms! {
     pub fn angles(position: usize, inv_freq: &[f32], out: &mut [(f32, f32)]) = angles_body;
     /// Interleaved rotation of one head.
     pub fn rotate(x: &[f32], angles: &[(f32, f32)], out: &mut [f32]) = rotate_body;
-    /// `out[r] = dot(w[r], x)`, `w` bf16 `[out.len(), x.len()]`.
-    pub fn dot_rows(w: &[u16], x: &[f32], out: &mut [f32]) = dot_rows_body;
-    /// `out[t][r] = dot(w[r], xs[t])`, `w` bf16 `[rows, cols]`, `out` `[tokens][rows]`.
-    pub fn linear(w: &[u16], cols: usize, xs: &[&[f32]], out: &mut [f32]) = linear_body;
+    /// `out[r] = dot(w[r], x)`, `w` `[out.len(), x.len()]`.
+    fn dot_rows(w: Numbers<'_>, x: &[f32], out: &mut [f32]) = dot_rows_of;
+    /// `out[t][r] = dot(w[r], xs[t])`, `w` `[rows, cols]`, `out` `[tokens][rows]`.
+    fn linear(w: Numbers<'_>, cols: usize, xs: &[&[f32]], out: &mut [f32]) = linear_of;
     /// RMS normalisation of a row.
     pub fn rms_norm(x: &[f32], weight: &[u16], eps: f32, out: &mut [f32]) = rms_norm_body;
     /// Layer normalisation of a row.
     pub fn layer_norm(x: &[f32], weight: &[u16], bias: &[u16], eps: f32, out: &mut [f32]) = layer_norm_body;
     /// `out = silu(gate) * up`.
     pub fn silu_mul(gate: &[f32], up: &[f32], out: &mut [f32]) = silu_mul_body;
-    /// Queries into the latent space, for one head: `w` bf16 `[nope, cols]`, `out` `[tokens][cols]`.
-    pub fn absorb(w: &[u16], cols: usize, qs: &[&[f32]], out: &mut [f32]) = absorb_body;
+    /// Queries into the latent space, for one head: `w` `[nope, cols]`, `out` `[tokens][cols]`.
+    fn absorb_numbers(w: Numbers<'_>, cols: usize, qs: &[&[f32]], out: &mut [f32]) = absorb_of;
     /// Transposes rows of the cache for [`attend`] and [`index`].
     pub fn gather(cache: &[f32], cols: usize, positions: Positions<'_>, out: &mut [f32]) = gather_body;
     /// Takes a chunk of positions into attention under way.
@@ -589,15 +626,89 @@ pub fn width(level: Level) -> usize {
     }
 }
 
-/// `out[t][r] = dot(w[r], xs[t])` by whichever of the two ways suits the number of tokens.
-pub fn product(level: Level, w: &[u16], cols: usize, xs: &[&[f32]], out: &mut [f32]) {
+/// Weights without their scales.
+#[derive(Clone, Copy)]
+enum Numbers<'a> {
+    Bf16(&'a [u16]),
+    Int8(&'a [i8]),
+}
+
+/// Rows of a dense matrix.
+#[derive(Clone, Copy)]
+pub struct Block<'a> {
+    numbers: Numbers<'a>,
+    /// One a row, of bytes.
+    scales: Option<&'a [f32]>,
+    rows: usize,
+    cols: usize,
+}
+
+impl<'a> Block<'a> {
+    /// Rows `first .. first + rows` of a matrix of `cols` columns.
+    pub fn new(weight: Weight<'a, Cpu>, cols: usize, first: usize, rows: usize) -> Self {
+        let (at, len) = (first * cols, rows * cols);
+        let (numbers, scales) = match weight {
+            Weight::Bf16(bits) => (Numbers::Bf16(&bits[at..][..len]), None),
+            Weight::Int8 { bytes, scales } => (
+                Numbers::Int8(&bytes[at..][..len]),
+                Some(&scales[first..][..rows]),
+            ),
+        };
+        Self {
+            numbers,
+            scales,
+            rows,
+            cols,
+        }
+    }
+
+    /// Its first row's weights, scaled.
+    pub fn widen_first(&self, out: &mut [f32]) {
+        match (self.numbers, self.scales) {
+            (Numbers::Bf16(w), _) => {
+                for (out, w) in out.iter_mut().zip(w) {
+                    *out = w.widen();
+                }
+            }
+            (Numbers::Int8(w), scales) => {
+                let s = scales.map_or(1.0, |s| s[0]);
+                for (out, w) in out.iter_mut().zip(w) {
+                    *out = w.widen() * s;
+                }
+            }
+        }
+    }
+}
+
+/// `out[t][r] = dot(w[r], xs[t])`, times the row's scale, by whichever of the two ways suits the number
+/// of tokens.
+pub fn product(level: Level, w: Block<'_>, xs: &[&[f32]], out: &mut [f32]) {
     /// Tokens from which a transposed copy of the weights pays.
     const TRANSPOSE_FROM: usize = 4;
     if xs.len() >= TRANSPOSE_FROM {
-        linear(level, w, cols, xs, out);
+        linear(level, w.numbers, w.cols, xs, out);
     } else {
-        for (x, out) in xs.iter().zip(out.chunks_exact_mut(w.len() / cols)) {
-            dot_rows(level, w, x, out);
+        for (x, out) in xs.iter().zip(out.chunks_exact_mut(w.rows)) {
+            dot_rows(level, w.numbers, x, out);
         }
     }
+    if let Some(scales) = w.scales {
+        for out in out.chunks_exact_mut(w.rows) {
+            for (out, s) in out.iter_mut().zip(scales) {
+                *out *= s;
+            }
+        }
+    }
+}
+
+/// Queries into the latent space, for one head, of its rows `w` of keys: `out` `[tokens][cols]`.
+pub fn absorb(level: Level, w: Block<'_>, qs: &[&[f32]], out: &mut [f32]) {
+    let Some(scales) = w.scales else {
+        return absorb_numbers(level, w.numbers, w.cols, qs, out);
+    };
+    let scaled: Vec<Vec<f32>> = (qs.iter())
+        .map(|q| q.iter().zip(scales).map(|(q, s)| q * s).collect())
+        .collect();
+    let qs: Vec<&[f32]> = scaled.iter().map(Vec::as_slice).collect();
+    absorb_numbers(level, w.numbers, w.cols, &qs, out);
 }

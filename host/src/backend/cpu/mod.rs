@@ -11,12 +11,12 @@ mod int4;
 pub use experts::{Experts, Prepared};
 
 use super::{
-    Attend, Backend, Index, LayerExperts, LoadExperts, Mla, Router, Rows, RowsMut, Scoring,
+    Attend, Backend, Index, LayerExperts, LoadExperts, Mla, Router, Rows, RowsMut, Scoring, Weight,
 };
 use crate::expert::{ExpertShape, Form};
 use crate::simd::{Arm, ArmError, Level};
 use bytemuck::{Pod, Zeroable};
-use dense::{Attending, Positions};
+use dense::{Attending, Block, Positions};
 use gpu::arith::{self, ATTENTION_CHUNK};
 use rayon::prelude::*;
 use std::marker::PhantomData;
@@ -277,16 +277,14 @@ impl Backend for Cpu {
 
     fn embed(
         &self,
-        table: &Buf<u16>,
+        table: Weight<'_, Self>,
         ids: &Buf<u32>,
         cols: usize,
         tokens: usize,
         out: RowsMut<'_, Buf<f32>>,
     ) -> Result<(), CpuError> {
         for (id, out) in ids.iter().zip(all_rows_mut(out, tokens, cols)) {
-            for (out, x) in out.iter_mut().zip(&table[*id as usize * cols..]) {
-                *out = arith::bf16(*x);
-            }
+            Block::new(table, cols, *id as usize, 1).widen_first(out);
         }
         Ok(())
     }
@@ -325,7 +323,7 @@ impl Backend for Cpu {
     fn linear(
         &self,
         x: Rows<'_, Buf<f32>>,
-        weight: &Buf<u16>,
+        weight: Weight<'_, Self>,
         rows: usize,
         cols: usize,
         tokens: usize,
@@ -345,18 +343,20 @@ impl Backend for Cpu {
         } else {
             rows
         };
-        let weights = weight[..rows * cols].chunks(step * cols);
+        let weights = (0..rows)
+            .step_by(step)
+            .map(|r| Block::new(weight, cols, r, step.min(rows - r)));
         if tokens == 1 && !add {
             let jobs = weights.zip(outs[0].chunks_mut(step)).collect();
             for_each(parallel, jobs, |(w, out)| {
-                dense::product(self.level, w, cols, &xs, out)
+                dense::product(self.level, w, &xs, out)
             });
             return Ok(());
         }
         let mut products = vec![0.0; tokens * rows];
         let jobs = weights.zip(products.chunks_mut(step * tokens)).collect();
         for_each(parallel, jobs, |(w, out)| {
-            dense::product(self.level, w, cols, &xs, out)
+            dense::product(self.level, w, &xs, out)
         });
         for_each(
             tokens * rows >= 1 << 18,
@@ -432,7 +432,7 @@ impl Backend for Cpu {
     fn absorb_query(
         &self,
         q: Rows<'_, Buf<f32>>,
-        kv_b: &Buf<u16>,
+        kv_b: Weight<'_, Self>,
         mla: &Mla,
         tokens: usize,
         out: RowsMut<'_, Buf<f32>>,
@@ -456,8 +456,8 @@ impl Backend for Cpu {
             jobs,
             |(h, out)| {
                 let qs: Vec<&[f32]> = xs.iter().map(|x| &x[h * (nope + rope)..][..nope]).collect();
-                let w = &kv_b[h * (nope + value) * latent..][..nope * latent];
-                dense::absorb(self.level, w, latent, &qs, out);
+                let w = Block::new(kv_b, latent, h * (nope + value), nope);
+                dense::absorb(self.level, w, &qs, out);
             },
         );
         let outs = all_rows_mut(out, tokens, (heads - 1) * (latent + rope) + latent);
@@ -570,7 +570,7 @@ impl Backend for Cpu {
     fn expand_value(
         &self,
         x: Rows<'_, Buf<f32>>,
-        kv_b: &Buf<u16>,
+        kv_b: Weight<'_, Self>,
         mla: &Mla,
         tokens: usize,
         out: RowsMut<'_, Buf<f32>>,
@@ -593,8 +593,8 @@ impl Backend for Cpu {
             jobs,
             |(h, out)| {
                 let xs: Vec<&[f32]> = xs.iter().map(|x| &x[h * latent..][..latent]).collect();
-                let w = &kv_b[(h * (nope + value) + nope) * latent..][..value * latent];
-                dense::product(self.level, w, latent, &xs, out);
+                let w = Block::new(kv_b, latent, h * (nope + value) + nope, value);
+                dense::product(self.level, w, &xs, out);
             },
         );
         for (t, out) in all_rows_mut(out, tokens, heads * value)
@@ -731,42 +731,6 @@ impl Backend for Cpu {
             top_k,
             all_rows_mut(out, tokens, hidden),
         )
-    }
-
-    fn scale(
-        &self,
-        x: Rows<'_, Buf<f32>>,
-        scales: &Buf<f32>,
-        ids: Option<&Buf<u32>>,
-        cols: usize,
-        tokens: usize,
-        add: bool,
-        out: RowsMut<'_, Buf<f32>>,
-    ) -> Result<(), CpuError> {
-        let jobs = all_rows(x, tokens, cols)
-            .into_iter()
-            .zip(all_rows_mut(out, tokens, cols))
-            .enumerate()
-            .collect();
-        for_each(tokens * cols >= 1 << 16, jobs, |(t, (x, out))| {
-            let put = |out: &mut f32, product: f32| {
-                *out = if add { *out + product } else { product };
-            };
-            match ids {
-                Some(ids) => {
-                    let s = scales[ids[t] as usize];
-                    for (out, x) in out.iter_mut().zip(x) {
-                        put(out, x * s);
-                    }
-                }
-                None => {
-                    for ((out, x), s) in out.iter_mut().zip(x).zip(&scales[..cols]) {
-                        put(out, x * s);
-                    }
-                }
-            }
-        });
-        Ok(())
     }
 
     fn add(

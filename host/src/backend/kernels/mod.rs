@@ -1,6 +1,7 @@
 //! The back end that launches the kernels of `gpu` on a [`Device`]: the emulator or CUDA.
 
 mod cuda;
+mod dense;
 mod device;
 mod emulator;
 mod experts;

@@ -13,7 +13,7 @@ use super::plan;
 use super::table::*;
 use crate::archive::ArchiveError;
 use crate::backend::cpu::CpuError;
-use crate::backend::{Attend, Backend, Index, Mla, Router, Rows, RowsMut, Scoring};
+use crate::backend::{Attend, Backend, Index, Mla, Router, Rows, RowsMut, Scoring, Weight};
 
 /// What goes wrong in the kernel back end.
 #[derive(Debug, thiserror::Error)]
@@ -148,7 +148,7 @@ pub(super) struct View {
 
 impl View {
     /// Whether rows start at multiples of 16 bytes.
-    fn aligned(&self) -> bool {
+    pub(super) fn aligned(&self) -> bool {
         self.slice.addr.is_multiple_of(16) && self.stride.is_multiple_of(4)
     }
 
@@ -209,7 +209,7 @@ pub(super) fn output<M: DeviceMemory>(
     view(what, x.buf, (x.offset, x.stride), rows, cols)
 }
 
-fn blocks(n: usize, per: u32) -> u32 {
+pub(super) fn blocks(n: usize, per: u32) -> u32 {
     n.div_ceil(per as usize) as u32
 }
 
@@ -284,61 +284,6 @@ impl<D: Device> KernelBackend<D> {
         unsafe { self.device.launch::<K>(launch, args)? };
         Ok(())
     }
-
-    #[allow(clippy::too_many_arguments)]
-    fn dense(
-        &self,
-        x: View,
-        weight: Slice,
-        (rows, cols): (usize, usize),
-        tokens: usize,
-        add: bool,
-        out: View,
-        batch: Batch,
-    ) -> Result<()> {
-        let vector = x.aligned()
-            && cols.is_multiple_of(8)
-            && batch.x.is_multiple_of(4)
-            && weight.addr.is_multiple_of(16);
-        let (rows, cols) = (word("rows", rows)?, word("columns", cols)?);
-        let tokens = word("tokens", tokens)?;
-        let mut flags = 0;
-        if add {
-            flags |= gpu::linear::ADD;
-        }
-        if vector {
-            flags |= gpu::linear::VECTOR;
-        }
-        let args = gpu::linear::LinearArgs {
-            x: x.slice,
-            weight,
-            out: out.slice,
-            rows,
-            cols,
-            tokens,
-            x_stride: x.stride,
-            out_stride: out.stride,
-            x_batch: batch.x,
-            weight_batch: batch.weight,
-            out_batch: batch.out,
-            flags,
-            reserved: 0,
-        };
-        let (kernel, launch) = plan::linear(self.device.limits(), rows, tokens, batch.n, vector);
-        match kernel {
-            KernelId::LinearOne => self.launch::<LinearOne>(launch, args),
-            KernelId::LinearMany => self.launch::<LinearMany>(launch, args),
-            _ => self.launch::<LinearThin>(launch, args),
-        }
-    }
-}
-
-/// Batches of a dense layer and the elements or rows between them.
-struct Batch {
-    n: u32,
-    x: u32,
-    weight: u32,
-    out: u32,
 }
 
 impl<D: Device> Backend for KernelBackend<D> {
@@ -390,24 +335,13 @@ impl<D: Device> Backend for KernelBackend<D> {
 
     fn embed(
         &self,
-        table: &Self::Buf<u16>,
+        table: Weight<'_, Self>,
         ids: &Self::Buf<u32>,
         cols: usize,
         tokens: usize,
         out: RowsMut<'_, Self::Buf<f32>>,
     ) -> Result<()> {
-        let to = output("embed: out", &out, tokens, cols)?;
-        let args = gpu::embed::EmbedArgs {
-            table: table.slice(),
-            ids: ids.from("embed: ids", 0, tokens)?,
-            out: to.slice,
-            vocab: word("vocabulary", table.len.checked_div(cols).unwrap_or(0))?,
-            cols: word("columns", cols)?,
-            out_stride: to.stride,
-            reserved: 0,
-        };
-        let grid = [word("tokens", tokens)?, 1, 1];
-        self.launch::<Embed>(Launch::new(grid, gpu::embed::THREADS), args)
+        self.embed_rows(table, ids, cols, tokens, out)
     }
 
     fn rms_norm(
@@ -464,23 +398,14 @@ impl<D: Device> Backend for KernelBackend<D> {
     fn linear(
         &self,
         x: Rows<'_, Self::Buf<f32>>,
-        weight: &Self::Buf<u16>,
+        weight: Weight<'_, Self>,
         rows: usize,
         cols: usize,
         tokens: usize,
         add: bool,
         out: RowsMut<'_, Self::Buf<f32>>,
     ) -> Result<()> {
-        let from = input("linear: x", x, tokens, cols)?;
-        let to = output("linear: out", &out, tokens, rows)?;
-        let weight = weight.from("linear: weight", 0, rows.saturating_mul(cols))?;
-        let batch = Batch {
-            n: 1,
-            x: 0,
-            weight: 0,
-            out: 0,
-        };
-        self.dense(from, weight, (rows, cols), tokens, add, to, batch)
+        self.dense(x, weight, (rows, cols), tokens, add, out)
     }
 
     fn silu_mul(
@@ -554,35 +479,12 @@ impl<D: Device> Backend for KernelBackend<D> {
     fn absorb_query(
         &self,
         q: Rows<'_, Self::Buf<f32>>,
-        kv_b: &Self::Buf<u16>,
+        kv_b: Weight<'_, Self>,
         mla: &Mla,
         tokens: usize,
         out: RowsMut<'_, Self::Buf<f32>>,
     ) -> Result<()> {
-        let (q_head, out_head) = (mla.nope + mla.rope, mla.latent + mla.rope);
-        let q = input("absorb_query: q", q, tokens, mla.heads * q_head)?;
-        let to = output("absorb_query: out", &out, tokens, mla.heads * out_head)?;
-        let weight = mla.heads * (mla.nope + mla.value) * mla.latent;
-        let args = gpu::absorb::AbsorbArgs {
-            q: q.slice,
-            kv_b: kv_b.from("absorb_query: kv_b", 0, weight)?,
-            out: to.slice,
-            q_stride: q.stride,
-            q_head: word("query head", q_head)?,
-            out_stride: to.stride,
-            out_head: word("latent head", out_head)?,
-            head_rows: word("rows of a head", mla.nope + mla.value)?,
-            nope: word("nope", mla.nope)?,
-            latent: word("latent", mla.latent)?,
-            tokens: word("tokens", tokens)?,
-        };
-        let threads = gpu::absorb::THREADS;
-        let grid = [
-            blocks(mla.latent, 2 * threads),
-            word("heads", mla.heads)?,
-            blocks(tokens, gpu::absorb::TOKENS),
-        ];
-        self.launch::<AbsorbQuery>(Launch::new(grid, threads), args)
+        self.absorb(q, kv_b, mla, tokens, out)
     }
 
     fn attention(
@@ -658,25 +560,12 @@ impl<D: Device> Backend for KernelBackend<D> {
     fn expand_value(
         &self,
         x: Rows<'_, Self::Buf<f32>>,
-        kv_b: &Self::Buf<u16>,
+        kv_b: Weight<'_, Self>,
         mla: &Mla,
         tokens: usize,
         out: RowsMut<'_, Self::Buf<f32>>,
     ) -> Result<()> {
-        let from = input("expand_value: x", x, tokens, mla.heads * mla.latent)?;
-        let to = output("expand_value: out", &out, tokens, mla.heads * mla.value)?;
-        let head_rows = mla.nope + mla.value;
-        let skip = mla.nope * mla.latent;
-        let len = (mla.heads * head_rows * mla.latent).saturating_sub(skip);
-        let weight = kv_b.from("expand_value: kv_b", skip, len)?;
-        let batch = Batch {
-            n: word("heads", mla.heads)?,
-            x: word("latent", mla.latent)?,
-            weight: word("rows of a head", head_rows)?,
-            out: word("value", mla.value)?,
-        };
-        let shape = (mla.value, mla.latent);
-        self.dense(from, weight, shape, tokens, false, to, batch)
+        self.expand(x, kv_b, mla, tokens, out)
     }
 
     fn index(
@@ -811,44 +700,6 @@ impl<D: Device> Backend for KernelBackend<D> {
         out: RowsMut<'_, Self::Buf<f32>>,
     ) -> Result<()> {
         self.run_experts(experts, x, ids, weights, top_k, tokens, out)
-    }
-
-    fn scale(
-        &self,
-        x: Rows<'_, Self::Buf<f32>>,
-        scales: &Self::Buf<f32>,
-        ids: Option<&Self::Buf<u32>>,
-        cols: usize,
-        tokens: usize,
-        add: bool,
-        out: RowsMut<'_, Self::Buf<f32>>,
-    ) -> Result<()> {
-        let from = input("scale: x", x, tokens, cols)?;
-        let to = output("scale: out", &out, tokens, cols)?;
-        let n = if ids.is_some() { scales.len } else { cols };
-        let mut flags = if add { gpu::scale::ADD } else { 0 };
-        let ids = match ids {
-            Some(ids) => {
-                flags |= gpu::scale::BY_ID;
-                ids.from("scale: ids", 0, tokens)?
-            }
-            None => Slice::EMPTY,
-        };
-        let args = gpu::scale::ScaleArgs {
-            x: from.slice,
-            scales: scales.from("scale: scales", 0, n)?,
-            ids,
-            out: to.slice,
-            x_stride: from.stride,
-            out_stride: to.stride,
-            cols: word("columns", cols)?,
-            n_scales: word("scales", n)?,
-            flags,
-            reserved: 0,
-        };
-        let threads = gpu::scale::THREADS;
-        let grid = [blocks(cols, threads), word("tokens", tokens)?, 1];
-        self.launch::<Scale>(Launch::new(grid, threads), args)
     }
 
     fn add(

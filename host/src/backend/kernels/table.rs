@@ -70,16 +70,18 @@ use gpu::embed::EmbedArgs;
 use gpu::group::GroupArgs;
 use gpu::index::IndexArgs;
 use gpu::linear::LinearArgs;
+use gpu::linear_int8::LinearInt8Args;
 use gpu::norm::NormArgs;
 use gpu::quantise::QuantiseArgs;
 use gpu::rope::RopeArgs;
 use gpu::route::RouteArgs;
-use gpu::scale::ScaleArgs;
 use gpu::silu::SiluMulArgs;
 
 kernels! {
     /// Rows of the embedding table.
     Embed = embed::embed(EmbedArgs);
+    /// The same of signed bytes.
+    EmbedInt8 = embed::embed_int8(EmbedArgs);
     /// RMS normalisation.
     RmsNorm = norm::rms_norm(NormArgs);
     /// Layer normalisation.
@@ -90,12 +92,22 @@ kernels! {
     LinearOne = linear::linear_one(LinearArgs);
     /// Dense rows, four rows and four tokens a warp.
     LinearMany = linear::linear_many(LinearArgs);
+    /// Dense rows of signed bytes, one row and one token a warp.
+    LinearInt8Thin = linear_int8::linear_int8_thin(LinearInt8Args);
+    /// The same, two rows and one token a warp.
+    LinearInt8Two = linear_int8::linear_int8_two(LinearInt8Args);
+    /// The same, four rows and one token a warp.
+    LinearInt8Four = linear_int8::linear_int8_four(LinearInt8Args);
+    /// The same, four rows and four tokens a warp.
+    LinearInt8Many = linear_int8::linear_int8_many(LinearInt8Args);
     /// Gated activation.
     SiluMul = silu::silu_mul(SiluMulArgs);
     /// Interleaved rotary embedding.
     Rope = rope::rope(RopeArgs);
     /// Queries into the latent space.
     AbsorbQuery = absorb::absorb_query(AbsorbArgs);
+    /// The same with weights of signed bytes.
+    AbsorbQueryInt8 = absorb::absorb_query_int8(AbsorbArgs);
     /// Attention to one chunk of positions.
     AttentionChunk = attention::attention_chunk(AttentionArgs);
     /// Merge of attention's chunks.
@@ -140,8 +152,6 @@ kernels! {
     DecodePlane3 = decode_plane3::decode_plane3(ExpertArgs);
     /// The experts' weighted sum.
     Combine = combine::combine(CombineArgs);
-    /// Scales of weight rows.
-    Scale = scale::scale(ScaleArgs);
     /// Residual addition.
     Add = add::add(AddArgs);
 }

@@ -14,7 +14,8 @@ use crate::backend::{
 use crate::model::config::{Config, LayerKind, Object, check_dimensions, rope_theta};
 use crate::model::error::ModelError;
 use crate::model::forward::{Cache, Scratch};
-use crate::model::weights::{HostMatrix, Loader, Matrix, Model, at};
+use crate::model::matrix::Matrix;
+use crate::model::weights::{Loader, Model, at};
 
 pub const TYPE: &str = "qwen3_moe";
 
@@ -118,22 +119,8 @@ pub fn inventory(d: &Dimensions, hidden: usize, mut add: impl FnMut(&str, &[usiz
 }
 
 /// Where element `i` of a head in the operator's order is in the checkpoint's.
-fn neighbours(dim: usize) -> impl Iterator<Item = usize> {
+fn neighbours(dim: usize) -> impl Iterator<Item = usize> + Clone {
     (0..dim).map(move |i| i / 2 + i % 2 * (dim / 2))
-}
-
-/// A matrix's rows `from`, in that order.
-fn pick(m: &HostMatrix, cols: usize, from: impl Iterator<Item = usize>) -> HostMatrix {
-    let mut out = HostMatrix {
-        scaled: m.scaled,
-        ..HostMatrix::default()
-    };
-    for r in from {
-        out.bits
-            .extend_from_slice(&m.bits[r * cols..(r + 1) * cols]);
-        out.scales.push(m.scales[r]);
-    }
-    out
 }
 
 /// A layer's attention.
@@ -151,19 +138,18 @@ impl<B: LoadExperts> Grouped<B> {
     pub fn load(loader: &mut Loader<'_, B>, l: usize, d: &Dimensions) -> Result<Self, ModelError> {
         let hidden = loader.config.hidden;
         let name = |part: &str| at(l, &format!("self_attn.{part}.weight"));
-        let mut turned = |part: &str, heads: usize| {
+        let turned = |part: &str, heads: usize| {
             let name = name(part);
             let m = loader.read(&name, &[heads * d.dim, hidden])?;
             let order = (0..heads).flat_map(|h| neighbours(d.dim).map(move |i| h * d.dim + i));
-            let m = pick(&m, hidden, order);
-            loader.upload(&name, &m)
+            loader.upload(&name, &[m.pick(hidden, order)], hidden)
         };
         let (q, k) = (turned("q_proj", d.heads)?, turned("k_proj", d.kv_heads)?);
         let all = loader.read(&name("v_proj"), &[d.kv_heads * d.dim, hidden])?;
         let v = (0..d.kv_heads)
             .map(|h| {
-                let part = pick(&all, hidden, h * d.dim..(h + 1) * d.dim);
-                loader.upload(&name("v_proj"), &part)
+                let part = all.pick(hidden, h * d.dim..(h + 1) * d.dim);
+                loader.upload(&name("v_proj"), &[part], hidden)
             })
             .collect::<Result<_, _>>()?;
         Ok(Self {
@@ -198,12 +184,10 @@ impl<B: LoadExperts> Model<B> {
         self.linear(
             rows(&s.normed, c.hidden),
             &layer.q,
-            heads * dim,
             c.hidden,
             tokens,
             false,
             rows_mut(&mut s.projected, heads * dim),
-            &mut s.unscaled,
         )?;
         b.rms_norm(
             rows(&s.projected, dim),
@@ -233,12 +217,10 @@ impl<B: LoadExperts> Model<B> {
         self.linear(
             rows(&s.normed, c.hidden),
             &layer.k,
-            kv_heads * dim,
             c.hidden,
             tokens,
             false,
             rows_mut(&mut s.projected, kv_heads * dim),
-            &mut s.unscaled,
         )?;
         b.rms_norm(
             rows(&s.projected, dim),
@@ -273,7 +255,6 @@ impl<B: LoadExperts> Model<B> {
             self.linear(
                 rows(&s.normed, c.hidden),
                 v,
-                dim,
                 c.hidden,
                 tokens,
                 false,
@@ -282,7 +263,6 @@ impl<B: LoadExperts> Model<B> {
                     offset: first * width,
                     stride: width,
                 },
-                &mut s.unscaled,
             )?;
             b.attention(
                 Rows {
@@ -305,12 +285,10 @@ impl<B: LoadExperts> Model<B> {
         self.linear(
             rows(&s.attended, heads * dim),
             &layer.o,
-            c.hidden,
             heads * dim,
             tokens,
             true,
             rows_mut(&mut s.x, c.hidden),
-            &mut s.unscaled,
         )
     }
 }

@@ -1,0 +1,143 @@
+//! Dense matrices: as the files have them, and on a back end.
+
+use std::borrow::Cow;
+
+use crate::backend::{Backend, Weight};
+
+/// A dense matrix as its file has it, before it goes to a back end.
+pub enum HostMatrix<'a> {
+    /// bf16 bits.
+    Bf16(Cow<'a, [u16]>),
+    /// Signed bytes, and a scale for each row.
+    Int8 {
+        /// Row-major.
+        bytes: Cow<'a, [i8]>,
+        /// One a row.
+        scales: Cow<'a, [f32]>,
+    },
+}
+
+fn picked<T: Copy>(rows: &[T], cols: usize, from: impl Iterator<Item = usize>) -> Vec<T> {
+    from.flat_map(|r| rows[r * cols..(r + 1) * cols].iter().copied())
+        .collect()
+}
+
+impl HostMatrix<'_> {
+    /// Weights.
+    fn len(&self) -> usize {
+        match self {
+            Self::Bf16(bits) => bits.len(),
+            Self::Int8 { bytes, .. } => bytes.len(),
+        }
+    }
+
+    /// Its rows `from`, in that order.
+    pub fn pick(
+        &self,
+        cols: usize,
+        from: impl Iterator<Item = usize> + Clone,
+    ) -> HostMatrix<'static> {
+        match self {
+            Self::Bf16(bits) => HostMatrix::Bf16(picked(bits, cols, from).into()),
+            Self::Int8 { bytes, scales } => HostMatrix::Int8 {
+                bytes: picked(bytes, cols, from.clone()).into(),
+                scales: picked(scales, 1, from).into(),
+            },
+        }
+    }
+
+    /// On a back end.
+    pub fn upload<B: Backend>(&self, backend: &B) -> Result<Part<B>, B::Error> {
+        Ok(match self {
+            Self::Bf16(bits) => Part::Bf16(backend.upload(bits)?),
+            Self::Int8 { bytes, scales } => Part::Int8 {
+                bytes: backend.upload(bytes)?,
+                scales: backend.upload(scales)?,
+            },
+        })
+    }
+}
+
+/// A dense matrix on a back end.
+pub enum Part<B: Backend> {
+    /// bf16 bits.
+    Bf16(B::Buf<u16>),
+    /// Signed bytes, and a scale for each row.
+    Int8 {
+        /// Row-major.
+        bytes: B::Buf<i8>,
+        /// One a row.
+        scales: B::Buf<f32>,
+    },
+}
+
+impl<B: Backend> Part<B> {
+    /// As operators take it.
+    pub fn weight(&self) -> Weight<'_, B> {
+        match self {
+            Self::Bf16(bits) => Weight::Bf16(bits),
+            Self::Int8 { bytes, scales } => Weight::Int8 { bytes, scales },
+        }
+    }
+}
+
+/// Dense matrices of equal row length below one another, those of one kind that are neighbours in one
+/// piece.
+pub struct Matrix<B: Backend> {
+    /// Rows of each piece.
+    pub parts: Vec<(usize, Part<B>)>,
+}
+
+impl<B: Backend> Matrix<B> {
+    /// Matrices of `cols` columns to a back end.
+    pub fn stack(backend: &B, matrices: &[HostMatrix<'_>], cols: usize) -> Result<Self, B::Error> {
+        let same = |a: &HostMatrix<'_>, b: &HostMatrix<'_>| {
+            std::mem::discriminant(a) == std::mem::discriminant(b)
+        };
+        let parts = matrices
+            .chunk_by(same)
+            .map(|group| {
+                let len: usize = group.iter().map(HostMatrix::len).sum();
+                let rows = len / cols.max(1);
+                let part = match group {
+                    [one] => one.upload(backend)?,
+                    _ => together(backend, group, (rows, len))?,
+                };
+                Ok((rows, part))
+            })
+            .collect::<Result<_, B::Error>>()?;
+        Ok(Self { parts })
+    }
+}
+
+/// Matrices of one kind in one piece of `rows` rows, `len` weights.
+fn together<B: Backend>(
+    backend: &B,
+    group: &[HostMatrix<'_>],
+    (rows, len): (usize, usize),
+) -> Result<Part<B>, B::Error> {
+    let mut at = 0;
+    if let HostMatrix::Bf16(_) = group[0] {
+        let mut all = backend.alloc::<u16>(len)?;
+        for m in group {
+            if let HostMatrix::Bf16(bits) = m {
+                backend.write(&mut all, at, bits)?;
+                at += bits.len();
+            }
+        }
+        return Ok(Part::Bf16(all));
+    }
+    let (mut all, mut all_scales) = (backend.alloc::<i8>(len)?, backend.alloc::<f32>(rows)?);
+    let mut row = 0;
+    for m in group {
+        if let HostMatrix::Int8 { bytes, scales } = m {
+            backend.write(&mut all, at, bytes)?;
+            backend.write(&mut all_scales, row, scales)?;
+            (at, row) = (at + bytes.len(), row + scales.len());
+        }
+    }
+    Ok(Part::Int8 {
+        bytes: all,
+        scales: all_scales,
+    })
+}
