@@ -24,6 +24,7 @@ use host::placement::reader::DirectFile;
 use host::placement::request::{Request, Size};
 use host::placement::{TIERS, Tier};
 use host::synth::{self, Shape, Skew, synthesise};
+use host::trace::Trace;
 use predicates::prelude::*;
 use predicates::str::contains;
 use serde_json::Value;
@@ -575,4 +576,103 @@ fn generate_takes_budgets_and_records_usage() {
         contains("one place for experts")
             .and(predicate::function(|s: &str| s.lines().count() == 1)),
     );
+}
+
+/// A trace gives its run again, whatever the router says, and a model that it is not of is refused;
+/// two placements are timed A, B, B, A.
+#[test]
+fn traces_are_recorded_replayed_and_timed() {
+    let dir = tempfile::tempdir().unwrap();
+    let model = model(ScaleKind::Row);
+    let file = dir.path().join("trace.txt");
+    host(&[&"generate", &"-m", &model, &"--prompt-ids", &"256,72,105"])
+        .args(["-n", "4", "--temp", "0", "--ignore-eos", "--device", "cpu"])
+        .args([&"--trace" as &dyn AsRef<std::ffi::OsStr>, &file])
+        .assert()
+        .success();
+    let trace = Trace::read(&file).unwrap();
+    // The last token that was generated goes nowhere.
+    assert_eq!((trace.tokens, trace.layers.len(), trace.top_k), (6, 3, 4));
+
+    let ids = [256, 72, 105, 33];
+    let run = |device, trace: Option<&Trace>| {
+        let options = Options {
+            device,
+            ..options()
+        };
+        let mut engine = engine::open(&model, options, |_, _| ()).unwrap();
+        if let Some(trace) = trace {
+            engine.replay(trace).unwrap();
+        }
+        engine.record_trace();
+        engine.begin(4, Wanted::Last).unwrap();
+        let logits = engine.forward(&ids, Wanted::Last).unwrap();
+        (logits, engine.trace().unwrap())
+    };
+    let (expected, own) = run(engine::Device::Cpu, None);
+    assert_eq!(run(engine::Device::Cpu, Some(&own)).0, expected);
+    let mut other = own.clone();
+    for ids in other.ids.chunks_mut(4) {
+        ids.copy_from_slice(&[3, 8, 20, 31]);
+    }
+    let (changed, recorded) = run(engine::Device::Reference, Some(&other));
+    assert_eq!(recorded, other);
+    assert_ne!(changed, expected);
+    for device in [engine::Device::Cpu, engine::Device::Emulator] {
+        assert_eq!(run(device, Some(&other)).0, changed);
+    }
+
+    let fixed = fixed(dir.path());
+    let rates = dir.path().join("rates.json");
+    let decode = |trace: &Path, a: &str, b: &str| {
+        let mut command = host(&[&"bench", &"decode", &"-m", &model, &"--replay", &trace]);
+        command.args(["--device", "emulator", "--tokens", "2", "--warmup", "1"]);
+        command.args(["--a", a, "--b", b]);
+        command
+    };
+    let budget = |ram: &str| {
+        let vram = fixed + (2 << 20);
+        format!("vram={vram},ram={ram},rates={}", rates.display())
+    };
+    let a = format!("tier=raw,{}", budget("2M"));
+    let b = format!("tiers=vram-ans+ram-ans+disk-ans,{}", budget("400K"));
+    let done = decode(&file, &a, &b).arg("--json").assert().success();
+    let found: Value = serde_json::from_slice(&done.get_output().stdout).unwrap();
+    let sides: Vec<&str> = (found["runs"].as_array().unwrap().iter())
+        .map(|r| r["side"].as_str().unwrap())
+        .collect();
+    assert_eq!(sides, ["a", "b", "b", "a"]);
+    for (side, tiers, loads) in [
+        ("a", ["vram-hot", "ram-raw"].as_slice(), 2),
+        ("b", &["vram-ans", "ram-ans", "disk-ans"], 1),
+    ] {
+        let side = &found[side];
+        assert!(side["median_us"].as_f64().unwrap() > 0.0);
+        assert_eq!(side["load_s"].as_array().unwrap().len(), loads);
+        let rows = side["tiers"].as_array().unwrap();
+        let sum = |field: &str| -> f64 { rows.iter().map(|t| t[field].as_f64().unwrap()).sum() };
+        assert_eq!(sum("experts"), 96.0);
+        assert!((sum("share") - 1.0).abs() < 1e-9, "{side}");
+        assert!(
+            rows.iter()
+                .all(|t| tiers.contains(&t["tier"].as_str().unwrap())),
+            "{side}"
+        );
+    }
+    assert!(found["speedup"].as_f64().unwrap() > 0.0);
+    decode(&file, "", &b)
+        .assert()
+        .success()
+        .stdout(contains("runs, tokens/s: A ").and(contains("as fast as A")));
+
+    let fails = |trace: &Path, a: &str, says: &str| {
+        let says = contains(says.to_owned());
+        let one = predicate::function(|s: &str| s.lines().count() == 1);
+        decode(trace, a, "").assert().code(1).stderr(says.and(one));
+    };
+    fails(&dir.path().join("none.txt"), "", "give a trace");
+    fails(&file, "vram", "`vram`: expected key=value");
+    fails(&file, "tiers=vram", "some of vram-hot");
+    std::fs::write(&file, "# ansatz trace 1\n0 1 3:0.5\n").unwrap();
+    fails(&file, "", "1 layers, the model has 3 with experts");
 }

@@ -47,6 +47,7 @@ pub mod partials;
 pub mod plane3;
 pub mod quantise;
 pub mod rans;
+pub mod replay;
 pub mod rope;
 pub mod route;
 pub mod silu;

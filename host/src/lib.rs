@@ -18,3 +18,4 @@ pub mod sample;
 pub mod simd;
 pub mod synth;
 pub mod tokenizer;
+pub mod trace;

@@ -1,6 +1,6 @@
 //! The operators between the experts.
 
-use host::backend::{Attend, Backend, Index, LoadExperts, Mla, Router, Scoring};
+use host::backend::{Attend, Backend, Index, LoadExperts, Mla, Router, Scoring, TraceLayer};
 
 use super::{At, Dense, Rng, rows, rows_mut};
 use crate::case;
@@ -413,6 +413,32 @@ pub fn route<B: LoadExperts>(b: &B) {
                     be.write(out, n, &read)
                 });
             }
+        }
+    }
+}
+
+pub fn replay<B: LoadExperts>(b: &B) {
+    let mut rng = Rng::fresh();
+    for (rows, layers, top_k) in [(1, 1, 1), (3, 2, 4), (40, 5, 8)] {
+        for (first, tokens) in [(0, 0), (0, 1), (2, 5), (1000, 33)] {
+            let n = rows * layers * top_k;
+            let chosen: Vec<u32> = (0..n).map(|_| rng.below(1 << 20) as u32).collect();
+            let given = rng.f32s(n);
+            let layer = rng.below(layers);
+            let dims = [rows, layers, layer, top_k, first, tokens];
+            case!(b, format!("replay {dims:?}"), 2 * tokens * top_k,
+                [chosen: Vec<u32>, given: Vec<f32>, dims: [usize; 6]], |be, out| {
+                let [rows, layers, layer, top_k, first, tokens] = *dims;
+                let n = tokens * top_k;
+                let (chosen, given) = (be.upload(chosen)?, be.upload(given)?);
+                let (mut ids, mut weights) = (be.alloc(n)?, be.alloc::<f32>(n)?);
+                let trace = TraceLayer { chosen: &chosen, given: &given, rows, layers, layer };
+                be.replay(trace, top_k, first, tokens, &mut ids, &mut weights)?;
+                put(be, &ids, n, out, 0)?;
+                let mut read = vec![0.0; n];
+                be.read(&weights, 0, &mut read)?;
+                be.write(out, n, &read)
+            });
         }
     }
 }

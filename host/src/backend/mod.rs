@@ -170,6 +170,20 @@ impl<B: Backend> Clone for Weight<'_, B> {
 
 impl<B: Backend> Copy for Weight<'_, B> {}
 
+/// One layer of a routing trace.
+pub struct TraceLayer<'a, B: Backend> {
+    /// Experts, `[rows, layers, top_k]`.
+    pub chosen: &'a B::Buf<u32>,
+    /// Their weights, likewise.
+    pub given: &'a B::Buf<f32>,
+    /// Rows: tokens of the trace.
+    pub rows: usize,
+    /// Layers of a row.
+    pub layers: usize,
+    /// Which of them.
+    pub layer: usize,
+}
+
 /// The operators of a forward pass.
 ///
 /// `tokens` is the number of rows; `first` the position of row 0. All dimensions are in elements.
@@ -351,6 +365,18 @@ pub trait Backend: Sized {
         logits: Rows<'_, Self::Buf<f32>>,
         bias: &Self::Buf<f32>,
         router: &Router,
+        tokens: usize,
+        ids: &mut Self::Buf<u32>,
+        weights: &mut Self::Buf<f32>,
+    ) -> Result<(), Self::Error>;
+
+    /// A trace in the router's place: `ids` and `weights`, `[tokens, top_k]`, of token `t` are the
+    /// layer's of row `(first + t) mod rows`.
+    fn replay(
+        &self,
+        trace: TraceLayer<'_, Self>,
+        top_k: usize,
+        first: usize,
         tokens: usize,
         ids: &mut Self::Buf<u32>,
         weights: &mut Self::Buf<f32>,

@@ -8,7 +8,8 @@ use gpu::layout::Folds;
 use thiserror::Error;
 
 use super::{
-    Attend, Backend, Index, LayerExperts, LoadExperts, Mla, Router, Rows, RowsMut, Scoring, Weight,
+    Attend, Backend, Index, LayerExperts, LoadExperts, Mla, Router, Rows, RowsMut, Scoring,
+    TraceLayer, Weight,
 };
 use crate::expert::{ExpertShape, Form, MatrixKind, RawMatrix, ScaleKind};
 
@@ -576,6 +577,25 @@ impl Backend for Reference {
                 ids[i] = e as u32;
                 weights[i] = w * router.scaling;
             }
+        }
+        Ok(())
+    }
+
+    fn replay(
+        &self,
+        trace: TraceLayer<'_, Self>,
+        top_k: usize,
+        first: usize,
+        tokens: usize,
+        ids: &mut Vec<u32>,
+        weights: &mut Vec<f32>,
+    ) -> Result<()> {
+        for t in 0..tokens {
+            let row = (first + t) % trace.rows;
+            let from = (row * trace.layers + trace.layer) * top_k;
+            slice_mut(ids, t * top_k, top_k)?.copy_from_slice(slice(trace.chosen, from, top_k)?);
+            let given = slice(trace.given, from, top_k)?;
+            slice_mut(weights, t * top_k, top_k)?.copy_from_slice(given);
         }
         Ok(())
     }

@@ -8,6 +8,7 @@
 //! raw-equivalent: bytes of packed int4 that the work stands for, whatever was read; beside them stands
 //! what share of the rate of a plain copy on the device its reads and writes come to.
 
+pub mod decode;
 pub mod synth;
 
 use std::time::Instant;

@@ -1,15 +1,24 @@
 //! `host bench`.
 
+use std::path::PathBuf;
+
+use anyhow::Context;
 use clap::{Args, Subcommand, ValueEnum};
 use gpu::layout::Folds;
 
-use super::ui;
+use super::ui::{self, Progress};
 use crate::backend::cpu::Cpu;
 use crate::backend::kernels::{CudaDevice, KernelBackend};
+use crate::bench::decode::{Amount, Side};
 use crate::bench::{Case, Coding, HEADING, Measurement, Settings, Timed, Way, Weights, measure};
-use crate::expert::{ExpertShape, ScaleKind};
+use crate::engine::{Device, Options};
+use crate::expert::{self, ExpertShape, Form, ScaleKind};
 use crate::interrupt;
+use crate::model::Config;
+use crate::placement::Tier;
+use crate::placement::request::{Request, Size};
 use crate::simd::Arm;
+use crate::trace::Trace;
 
 #[derive(Args)]
 pub struct BenchArgs {
@@ -21,6 +30,164 @@ pub struct BenchArgs {
 enum What {
     /// Experts' matrices: raw, unfused, fused; checked, then timed
     Kernels(KernelsArgs),
+    /// Tokens of a whole model routed as a trace says, in one placement or in two, A B B A
+    Decode(DecodeArgs),
+}
+
+#[derive(Args)]
+struct DecodeArgs {
+    /// Model directory
+    #[arg(short, long, value_name = "DIR")]
+    model: PathBuf,
+    /// Routing, as `host generate --trace FILE` recorded it; it begins anew where it ends
+    #[arg(long, value_name = "FILE")]
+    replay: PathBuf,
+    /// Tokens to time in each run
+    #[arg(long, default_value_t = 64, value_parser = count)]
+    tokens: usize,
+    /// Tokens before those
+    #[arg(long, default_value_t = 8)]
+    warmup: usize,
+    /// A placement: vram=SIZE, ram=SIZE, tiers=TIER+TIER, tier=raw or ans, kernel=fused or unfused,
+    /// profile=FILE, rates=FILE, model=DIR, with commas between; tier=raw within budgets is
+    /// tiers=vram-hot+ram-raw
+    #[arg(long, value_name = "PLACEMENT", default_value = "")]
+    a: String,
+    /// A placement to compare it with
+    #[arg(long, value_name = "PLACEMENT")]
+    b: Option<String>,
+    #[arg(long, value_enum, default_value = "cuda")]
+    device: DecodeDevice,
+    /// Print one JSON object instead of the table
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum DecodeDevice {
+    Cpu,
+    Cuda,
+    #[value(hide = true)]
+    Emulator,
+}
+
+/// What a placement says, over the rest of the command line.
+fn side(text: &str, args: &DecodeArgs) -> anyhow::Result<Side> {
+    let positions = args.warmup + args.tokens;
+    let mut request = Request {
+        positions,
+        ..Request::default()
+    };
+    let mut side = Side {
+        name: if text.is_empty() {
+            "as generate places it"
+        } else {
+            text
+        }
+        .into(),
+        dir: args.model.clone(),
+        options: Options {
+            device: match args.device {
+                DecodeDevice::Cpu => Device::Cpu,
+                DecodeDevice::Cuda => Device::Cuda,
+                DecodeDevice::Emulator => Device::Emulator,
+            },
+            tier: None,
+            form: Form::Fused,
+            placed: None,
+            positions,
+            speculate: 0,
+        },
+    };
+    for part in text.split(',').filter(|p| !p.is_empty()) {
+        let wrong = |expected: &str| anyhow::anyhow!("`{part}`: expected {expected}");
+        let (key, value) = part.split_once('=').ok_or_else(|| wrong("key=value"))?;
+        let size = || Size::parse(value).map(Some).map_err(|e| wrong(&e));
+        match (key, value) {
+            ("vram", _) => request.vram = size()?,
+            ("ram", _) => request.ram = size()?,
+            ("tiers", _) => {
+                let tiers = value.split('+').map(|t| Tier::from_str(t, true));
+                let tiers = tiers.collect::<Result<Vec<_>, _>>();
+                request.tiers = Some(tiers.map_err(|_| {
+                    let names = Tier::ALL.map(Tier::name).join(", ");
+                    wrong(&format!("some of {names}, with + between"))
+                })?);
+            }
+            ("tier", "raw") => side.options.tier = Some(expert::Tier::Raw),
+            ("tier", "ans") => side.options.tier = Some(expert::Tier::Ans),
+            ("kernel", "fused") => side.options.form = Form::Fused,
+            ("kernel", "unfused") => side.options.form = Form::Unfused,
+            ("profile", _) => request.profile = Some(value.into()),
+            ("rates", _) => request.rates = Some(value.into()),
+            ("model", _) => side.dir = value.into(),
+            ("tier", _) => return Err(wrong("tier=raw or tier=ans")),
+            ("kernel", _) => return Err(wrong("kernel=fused or kernel=unfused")),
+            _ => {
+                return Err(wrong(
+                    "vram, ram, tiers, tier, kernel, profile, rates or model",
+                ));
+            }
+        }
+    }
+    if request.vram.is_some() || request.ram.is_some() || request.tiers.is_some() {
+        if side.options.tier.take() == Some(expert::Tier::Raw) {
+            request
+                .tiers
+                .get_or_insert(vec![Tier::VramHot, Tier::RamRaw]);
+        }
+        side.options.placed = Some(request);
+    }
+    Ok(side)
+}
+
+fn decode(args: &DecodeArgs) -> anyhow::Result<()> {
+    let trace = Trace::read(&args.replay)?;
+    let a = side(&args.a, args).context("--a")?;
+    let b = args.b.as_ref().map(|b| side(b, args).context("--b"));
+    let b = b.transpose()?;
+    for side in [Some(&a), b.as_ref()].into_iter().flatten() {
+        let config = Config::read(&side.dir)?;
+        trace.check(&args.replay, &config)?;
+        let most = config.max_positions;
+        anyhow::ensure!(
+            args.warmup + args.tokens <= most,
+            "--warmup {} and --tokens {}: the model has {most} positions",
+            args.warmup,
+            args.tokens
+        );
+    }
+    let amount = Amount {
+        warmup: args.warmup,
+        tokens: args.tokens,
+    };
+    let mut shown: Option<(char, Progress)> = None;
+    let report =
+        crate::bench::decode::measure(&a, b.as_ref(), &trace, amount, &mut |side, done, all| {
+            let (_, bar) = match shown.take() {
+                Some(s) if s.0 == side => shown.insert(s),
+                other => {
+                    if let Some((_, bar)) = other {
+                        bar.finish();
+                    }
+                    let label = if side == 'a' {
+                        "loading A"
+                    } else {
+                        "loading B"
+                    };
+                    shown.insert((side, Progress::bytes(label)))
+                }
+            };
+            bar.set(done, all);
+        });
+    if let Some((_, bar)) = shown {
+        bar.finish();
+    }
+    let report = report?;
+    if args.json {
+        return Ok(ui::out(&format!("{}\n", serde_json::to_string(&report)?))?);
+    }
+    Ok(ui::out(&report.to_string())?)
 }
 
 #[derive(Args)]
@@ -167,7 +334,10 @@ fn cases<B: Timed>(
 
 pub fn run(args: BenchArgs) -> anyhow::Result<()> {
     interrupt::install();
-    let What::Kernels(args) = args.what;
+    let args = match args.what {
+        What::Kernels(args) => args,
+        What::Decode(args) => return decode(&args),
+    };
     for (tokens, experts) in
         (args.tokens.iter()).flat_map(|t| args.experts.iter().map(move |e| (t, e)))
     {

@@ -175,6 +175,9 @@ pub struct GenerateArgs {
     /// Add which experts were chosen to a usage profile
     #[arg(long, value_name = "FILE")]
     usage: Option<PathBuf>,
+    /// Write how each token of prompt and answer was routed, for `host bench decode --replay`
+    #[arg(long, value_name = "FILE")]
+    trace: Option<PathBuf>,
     /// Print one JSON object at the end instead of the text
     #[arg(long)]
     json: bool,
@@ -290,6 +293,9 @@ pub fn run(args: GenerateArgs) -> anyhow::Result<()> {
     if args.usage.is_some() {
         engine.record_usage();
     }
+    if args.trace.is_some() {
+        engine.record_trace();
+    }
     if args.temp > 0.0 {
         ui::note!("seed {seed}");
     }
@@ -340,6 +346,9 @@ pub fn run(args: GenerateArgs) -> anyhow::Result<()> {
     }
     if let (Some(file), Some(usage)) = (&args.usage, engine.usage()) {
         usage.record(file)?;
+    }
+    if let (Some(file), Some(trace)) = (&args.trace, engine.trace()) {
+        trace.write(file)?;
     }
     if let Some(file) = &args.logits {
         write_logits(file, &generated, engine.config().vocab)?;

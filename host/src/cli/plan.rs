@@ -12,6 +12,7 @@ use crate::backend::kernels::{CudaDevice, EmulatedDevice, KernelBackend};
 use crate::interrupt;
 use crate::model::directory::ARCHIVE_FILE;
 use crate::model::{Config, check_archive};
+use crate::placement::Tier;
 use crate::placement::calibrate::Calibration;
 use crate::placement::memory::DensePart;
 use crate::placement::request::{Request, Size};
@@ -26,6 +27,9 @@ pub struct BudgetArgs {
     /// Host memory for experts [default: 80% of what is available]
     #[arg(long, value_name = "SIZE", value_parser = Size::parse)]
     ram_budget: Option<Size>,
+    /// Tiers that experts may go to [default: all]
+    #[arg(long, value_name = "TIER,...", value_enum, value_delimiter = ',')]
+    tiers: Vec<Tier>,
     /// Usage profile [default: usage.txt of the model directory]
     #[arg(long, value_name = "FILE")]
     profile: Option<PathBuf>,
@@ -40,7 +44,7 @@ pub struct BudgetArgs {
 impl BudgetArgs {
     /// Whether a budget is given.
     pub fn any(&self) -> bool {
-        self.vram_budget.is_some() || self.ram_budget.is_some()
+        self.vram_budget.is_some() || self.ram_budget.is_some() || !self.tiers.is_empty()
     }
 
     /// As the planner takes it.
@@ -51,6 +55,7 @@ impl BudgetArgs {
             profile: self.profile.clone(),
             rates: self.rates.clone(),
             calibrate: self.calibrate,
+            tiers: (!self.tiers.is_empty()).then(|| self.tiers.clone()),
             positions,
         }
     }

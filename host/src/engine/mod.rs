@@ -15,6 +15,7 @@ use crate::model::{Config, Model, ModelError, Session, Source, Wanted, bytes_to_
 use crate::placement::memory::DensePart;
 use crate::placement::request::{Request, RequestError, Size};
 use crate::placement::{self, Plan, Profile};
+use crate::trace::Trace;
 
 /// What computes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -226,6 +227,12 @@ pub trait Engine {
     fn record_usage(&mut self);
     /// What was chosen since [`Engine::record_usage`].
     fn usage(&self) -> Option<Profile>;
+    /// From here on notes how tokens are routed.
+    fn record_trace(&mut self);
+    /// How the tokens of the sequence were routed since [`Engine::record_trace`].
+    fn trace(&self) -> Option<Trace>;
+    /// From here on the token at position `p` goes to the experts of token `p mod tokens` of a trace.
+    fn replay(&mut self, trace: &Trace) -> Result<(), EngineError>;
 }
 
 struct Loaded<B: LoadExperts> {
@@ -362,6 +369,19 @@ impl<B: LoadExperts> Engine for Loaded<B> {
 
     fn usage(&self) -> Option<Profile> {
         self.model.usage()
+    }
+
+    fn record_trace(&mut self) {
+        self.model.record_trace();
+    }
+
+    fn trace(&self) -> Option<Trace> {
+        self.model.trace()
+    }
+
+    fn replay(&mut self, trace: &Trace) -> Result<(), EngineError> {
+        let done = self.model.replay(trace);
+        done.map_err(|e| self.failed(e))
     }
 }
 

@@ -8,7 +8,7 @@ use super::config::{INNER_EPS, LayerKind};
 use super::matrix::Matrix;
 use super::mtp;
 use super::weights::{Attention, Ffn, Indexer, Latent, Layer, Mlp, Model, Moe};
-use crate::backend::{Attend, Backend, LoadExperts, Rows, RowsMut, rows, rows_mut};
+use crate::backend::{Attend, Backend, LoadExperts, Rows, RowsMut, TraceLayer, rows, rows_mut};
 
 /// Tokens of a batch.
 pub const CHUNK: usize = 256;
@@ -313,8 +313,8 @@ impl<B: LoadExperts> Model<B> {
                 tokens,
             ),
             Mlp::Sparse(moe) => {
-                self.moe(moe, s, tokens)?;
-                self.count(l, s, tokens)
+                self.moe(l, moe, s, first, tokens)?;
+                self.count(l, s, first, tokens)
             }
         }
     }
@@ -626,19 +626,43 @@ impl<B: LoadExperts> Model<B> {
     }
 
     /// Notes which experts of layer `l` were chosen, where that is wanted.
-    fn count(&self, l: usize, s: &Scratch<B>, tokens: usize) -> Result<(), B::Error> {
-        if let Some(usage) = self.usage.borrow_mut().as_mut() {
-            let mut ids = vec![0; tokens * self.config.router.top_k];
-            self.backend.read(&s.expert_ids, 0, &mut ids)?;
-            for id in ids {
-                usage.add(l as u32, id, 1.0);
+    fn count(&self, l: usize, s: &Scratch<B>, first: usize, tokens: usize) -> Result<(), B::Error> {
+        let (mut usage, mut trace) = (self.usage.borrow_mut(), self.trace.borrow_mut());
+        if usage.is_none() && trace.is_none() {
+            return Ok(());
+        }
+        let mut ids = vec![0; tokens * self.config.router.top_k];
+        self.backend.read(&s.expert_ids, 0, &mut ids)?;
+        if let Some(usage) = usage.as_mut() {
+            for id in &ids {
+                usage.add(l as u32, *id, 1.0);
             }
+        }
+        // What drafts has no part in a trace.
+        if let Some(trace) = trace.as_mut()
+            && l < self.layers.len()
+        {
+            let mut weights = vec![0.0; ids.len()];
+            self.backend.read(&s.expert_weights, 0, &mut weights)?;
+            trace.put(self.sparse_index(l), first, &ids, &weights);
         }
         Ok(())
     }
 
+    /// Layers with routed experts before layer `l`.
+    fn sparse_index(&self, l: usize) -> usize {
+        self.config.sparse_layers().take_while(|s| *s < l).count()
+    }
+
     /// `x += routed experts + shared expert`, of the normed hidden states.
-    fn moe(&self, moe: &Moe<B>, s: &mut Scratch<B>, tokens: usize) -> Result<(), B::Error> {
+    fn moe(
+        &self,
+        l: usize,
+        moe: &Moe<B>,
+        s: &mut Scratch<B>,
+        first: usize,
+        tokens: usize,
+    ) -> Result<(), B::Error> {
         let (b, c) = (&self.backend, &self.config);
         let router = &c.router;
         self.linear(
@@ -649,14 +673,27 @@ impl<B: LoadExperts> Model<B> {
             false,
             rows_mut(&mut s.router_logits, router.experts),
         )?;
-        b.route(
-            rows(&s.router_logits, router.experts),
-            &moe.bias,
-            router,
-            tokens,
-            &mut s.expert_ids,
-            &mut s.expert_weights,
-        )?;
+        let (ids, weights) = (&mut s.expert_ids, &mut s.expert_weights);
+        match self.replay.as_ref().filter(|_| l < self.layers.len()) {
+            None => b.route(
+                rows(&s.router_logits, router.experts),
+                &moe.bias,
+                router,
+                tokens,
+                ids,
+                weights,
+            )?,
+            Some(replay) => {
+                let trace = TraceLayer {
+                    chosen: &replay.chosen,
+                    given: &replay.given,
+                    rows: replay.tokens,
+                    layers: self.sparse_index(self.layers.len()),
+                    layer: self.sparse_index(l),
+                };
+                b.replay(trace, router.top_k, first, tokens, ids, weights)?;
+            }
+        }
         b.experts(
             &moe.experts,
             rows(&s.normed, c.hidden),

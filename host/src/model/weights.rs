@@ -19,6 +19,7 @@ use crate::expert::{ExpertShape, Form, Tier};
 use crate::interrupt;
 use crate::placement::reader::DirectFile;
 use crate::placement::{self, Profile, Used};
+use crate::trace::Trace;
 
 /// Where routed experts come from.
 pub enum Source {
@@ -385,7 +386,18 @@ pub struct Model<B: LoadExperts> {
     placement: Placement,
     /// Experts chosen so far, where that is wanted.
     pub(super) usage: RefCell<Option<Profile>>,
+    /// Routing so far, where that is wanted.
+    pub(super) trace: RefCell<Option<Trace>>,
+    /// Routing in place of the routers'.
+    pub(super) replay: Option<Replay<B>>,
     rounded: usize,
+}
+
+/// A routing trace on a back end.
+pub(super) struct Replay<B: LoadExperts> {
+    pub chosen: B::Buf<u32>,
+    pub given: B::Buf<f32>,
+    pub tokens: usize,
 }
 
 /// A tensor's name within layer `l`.
@@ -735,6 +747,8 @@ impl<B: LoadExperts> Model<B> {
             inv_freq,
             placement,
             usage: RefCell::new(None),
+            trace: RefCell::new(None),
+            replay: None,
         })
     }
 
@@ -746,6 +760,27 @@ impl<B: LoadExperts> Model<B> {
     /// What was chosen since [`Model::record_usage`].
     pub fn usage(&self) -> Option<Profile> {
         self.usage.borrow().clone()
+    }
+
+    /// From here on notes how tokens are routed.
+    pub fn record_trace(&self) {
+        *self.trace.borrow_mut() = Some(Trace::new(&self.config));
+    }
+
+    /// How tokens were routed since [`Model::record_trace`].
+    pub fn trace(&self) -> Option<Trace> {
+        self.trace.borrow().clone()
+    }
+
+    /// From here on the token at position `p` goes to the experts of token `p mod tokens` of a trace,
+    /// whatever the routers say.
+    pub fn replay(&mut self, trace: &Trace) -> Result<(), B::Error> {
+        self.replay = Some(Replay {
+            chosen: self.backend.upload(&trace.ids)?,
+            given: self.backend.upload(&trace.weights)?,
+            tokens: trace.tokens,
+        });
+        Ok(())
     }
 
     /// How often experts of each tier were chosen.

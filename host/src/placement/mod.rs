@@ -14,7 +14,9 @@ pub use planner::{Budget, LayerModel, ModelUse, Plan, PlanError, plan};
 pub use profile::Profile;
 
 /// Where an expert lives, from the fastest place to the slowest.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, serde::Serialize)]
+#[derive(
+    Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, serde::Serialize, clap::ValueEnum,
+)]
 #[repr(usize)]
 pub enum Tier {
     /// In device memory as int4.

@@ -6,7 +6,7 @@ use super::calibrate::{self, CalibrateError, Calibration};
 use super::memory::{DensePart, Fixed, fixed, weights_read};
 use super::planner::{Budget, LayerModel, ModelUse, Plan, PlanError, plan};
 use super::profile::{self, Profile, ProfileError};
-use super::{Rates, TIERS, staged};
+use super::{Rates, Tier, staged};
 use crate::archive::{Archive, ArchiveError};
 use crate::backend::kernels::{Device, KernelBackend};
 use crate::model::{Config, ModelError};
@@ -71,6 +71,8 @@ pub struct Request {
     pub rates: Option<PathBuf>,
     /// Measure this machine again.
     pub calibrate: bool,
+    /// Tiers that may be used; by default all.
+    pub tiers: Option<Vec<Tier>>,
     /// Positions that the KV cache is for.
     pub positions: usize,
 }
@@ -277,7 +279,7 @@ impl Request {
             ram: self.ram.map_or(memory / 5 * 4, |s| s.of(memory)),
             vram_granule: 2 << 20,
             ram_granule: 4096,
-            allowed: [true; TIERS],
+            allowed: Tier::ALL.map(|t| self.tiers.as_ref().is_none_or(|some| some.contains(&t))),
         };
         let model = ModelUse {
             top_k,

@@ -11,7 +11,8 @@ mod int4;
 pub use experts::{Experts, Prepared};
 
 use super::{
-    Attend, Backend, Index, LayerExperts, LoadExperts, Mla, Router, Rows, RowsMut, Scoring, Weight,
+    Attend, Backend, Index, LayerExperts, LoadExperts, Mla, Router, Rows, RowsMut, Scoring,
+    TraceLayer, Weight,
 };
 use crate::expert::{ExpertShape, Form};
 use crate::simd::{Arm, ArmError, Level};
@@ -708,6 +709,24 @@ impl Backend for Cpu {
                 *weight *= router.scaling;
             }
         });
+        Ok(())
+    }
+
+    fn replay(
+        &self,
+        trace: TraceLayer<'_, Self>,
+        top_k: usize,
+        first: usize,
+        tokens: usize,
+        ids: &mut Buf<u32>,
+        weights: &mut Buf<f32>,
+    ) -> Result<(), CpuError> {
+        for t in 0..tokens {
+            let row = (first + t) % trace.rows;
+            let from = (row * trace.layers + trace.layer) * top_k;
+            ids[t * top_k..][..top_k].copy_from_slice(&trace.chosen[from..][..top_k]);
+            weights[t * top_k..][..top_k].copy_from_slice(&trace.given[from..][..top_k]);
+        }
         Ok(())
     }
 

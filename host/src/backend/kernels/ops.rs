@@ -13,7 +13,9 @@ use super::plan;
 use super::table::*;
 use crate::archive::ArchiveError;
 use crate::backend::cpu::CpuError;
-use crate::backend::{Attend, Backend, Index, Mla, Router, Rows, RowsMut, Scoring, Weight};
+use crate::backend::{
+    Attend, Backend, Index, Mla, Router, Rows, RowsMut, Scoring, TraceLayer, Weight,
+};
 
 /// What goes wrong in the kernel back end.
 #[derive(Debug, thiserror::Error)]
@@ -687,6 +689,42 @@ impl<D: Device> Backend for KernelBackend<D> {
         let shared = gpu::route::shared_bytes(args.experts, args.groups);
         let grid = [word("tokens", tokens)?, 1, 1];
         self.launch::<Route>(Launch::new(grid, 32).shared(shared), args)
+    }
+
+    fn replay(
+        &self,
+        trace: TraceLayer<'_, Self>,
+        top_k: usize,
+        first: usize,
+        tokens: usize,
+        ids: &mut Self::Buf<u32>,
+        weights: &mut Self::Buf<f32>,
+    ) -> Result<()> {
+        if trace.rows == 0 {
+            return Err(KernelError::Dimension {
+                what: "tokens of a trace",
+                found: 0,
+                expected: "at least 1",
+            });
+        }
+        let (stride, n) = (trace.layers * top_k, tokens * top_k);
+        word("elements of a trace", trace.rows * stride)?;
+        let args = gpu::replay::ReplayArgs {
+            chosen: trace
+                .chosen
+                .from("replay: chosen", 0, trace.rows * stride)?,
+            given: trace.given.from("replay: given", 0, trace.rows * stride)?,
+            ids: ids.from("replay: ids", 0, n)?,
+            weights: weights.from("replay: weights", 0, n)?,
+            rows: word("rows", trace.rows)?,
+            stride: word("elements of a row", stride)?,
+            offset: word("layer", trace.layer * top_k)?,
+            top_k: word("experts a token", top_k)?,
+            first: word("position", first)?,
+            tokens: word("tokens", tokens)?,
+        };
+        let threads = gpu::replay::THREADS;
+        self.launch::<Replay>(Launch::new([blocks(n, threads), 1, 1], threads), args)
     }
 
     fn experts(

@@ -73,6 +73,7 @@ use gpu::linear::LinearArgs;
 use gpu::linear_int8::LinearInt8Args;
 use gpu::norm::NormArgs;
 use gpu::quantise::QuantiseArgs;
+use gpu::replay::ReplayArgs;
 use gpu::rope::RopeArgs;
 use gpu::route::RouteArgs;
 use gpu::silu::SiluMulArgs;
@@ -118,6 +119,8 @@ kernels! {
     IndexSelect = index::index_select(IndexArgs);
     /// The router.
     Route = route::route(RouteArgs);
+    /// A trace in the router's place.
+    Replay = replay::replay(ReplayArgs);
     /// Assignments sorted by expert.
     GroupExperts = group::group_experts(GroupArgs);
     /// Activations to fixed point.

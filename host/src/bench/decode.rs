@@ -1,0 +1,318 @@
+//! `host bench decode`: what a token takes in a whole model whose routing is a trace's, in one placement
+//! or in two that are compared.
+//!
+//! Every token goes through the model as in generation, one at a time, logits and all; only which experts
+//! it chooses comes from the trace ([`crate::trace`]), so that two runs do the same work. Two placements
+//! are run A, B, B, A in one process, so that a machine that slows down or speeds up meanwhile favours
+//! neither; each is loaded alone, B once for both of its runs. What a token takes is the median over the
+//! tokens of both runs of a placement.
+
+use std::path::PathBuf;
+use std::time::Instant;
+
+use serde::Serialize;
+
+use crate::engine::{self, Engine, EngineError, Options, Placement};
+use crate::interrupt;
+use crate::model::Wanted;
+use crate::trace::Trace;
+
+/// A model somewhere.
+#[derive(Clone, Debug)]
+pub struct Side {
+    /// As the user wrote it.
+    pub name: String,
+    /// Model directory.
+    pub dir: PathBuf,
+    /// Device, placement, positions.
+    pub options: Options,
+}
+
+/// How much is run.
+#[derive(Clone, Copy, Debug)]
+pub struct Amount {
+    /// Tokens before those that are timed.
+    pub warmup: usize,
+    /// Tokens that are timed.
+    pub tokens: usize,
+}
+
+/// Why nothing was measured.
+#[derive(Debug, thiserror::Error)]
+pub enum DecodeError {
+    /// The model.
+    #[error(transparent)]
+    Engine(#[from] EngineError),
+    /// Stopped by the user.
+    #[error("interrupted")]
+    Interrupted,
+}
+
+/// One run.
+#[derive(Clone, Debug, Serialize)]
+pub struct Run {
+    /// `a` or `b`.
+    pub side: char,
+    /// Microseconds of each timed token.
+    pub token_us: Vec<f64>,
+    /// Tokens a second, all timed tokens together.
+    pub tokens_per_s: f64,
+}
+
+/// Share of a tier.
+#[derive(Clone, Debug, Serialize)]
+pub struct Share {
+    /// Which.
+    pub tier: &'static str,
+    /// Its experts.
+    pub experts: usize,
+    /// Bytes that they take.
+    pub bytes: u64,
+    /// Share of all selections; none where the tiers are not told apart.
+    pub share: Option<f64>,
+}
+
+/// A placement's runs together.
+#[derive(Clone, Debug, Serialize)]
+pub struct Summary {
+    /// As the user wrote it.
+    pub name: String,
+    /// Median microseconds of a token.
+    pub median_us: f64,
+    /// Its inverse.
+    pub tokens_per_s: f64,
+    /// Microseconds that the plan predicted.
+    pub predicted_us: Option<u64>,
+    /// Seconds of each load.
+    pub load_s: Vec<f64>,
+    /// Where the experts are.
+    pub tiers: Vec<Share>,
+    /// Experts in device memory.
+    pub vram_experts: usize,
+}
+
+/// All that was measured.
+#[derive(Clone, Debug, Serialize)]
+pub struct Report {
+    /// The device, for people.
+    pub device: String,
+    /// Tokens of a run that were timed.
+    pub tokens: usize,
+    /// Runs in the order in which they were made.
+    pub runs: Vec<Run>,
+    /// The first placement.
+    pub a: Summary,
+    /// The second.
+    pub b: Option<Summary>,
+    /// How many times as fast B is as A.
+    pub speedup: Option<f64>,
+}
+
+fn median(values: &mut [f64]) -> f64 {
+    values.sort_by(f64::total_cmp);
+    match values.len() {
+        0 => f64::NAN,
+        n if n % 2 == 1 => values[n / 2],
+        n => (values[n / 2 - 1] + values[n / 2]) / 2.0,
+    }
+}
+
+/// What is known of a side so far.
+struct State<'a> {
+    side: &'a Side,
+    letter: char,
+    load_s: Vec<f64>,
+    placement: Option<Placement>,
+}
+
+impl<'a> State<'a> {
+    fn new(side: &'a Side, letter: char) -> Self {
+        Self {
+            side,
+            letter,
+            load_s: Vec::new(),
+            placement: None,
+        }
+    }
+
+    fn load(
+        &mut self,
+        trace: &Trace,
+        progress: &mut dyn FnMut(char, usize, usize),
+    ) -> Result<Box<dyn Engine>, DecodeError> {
+        let start = Instant::now();
+        let (dir, options) = (&self.side.dir, self.side.options.clone());
+        let letter = self.letter;
+        let mut engine = engine::open(dir, options, |done, all| progress(letter, done, all))?;
+        engine.replay(trace)?;
+        self.load_s.push(start.elapsed().as_secs_f64());
+        Ok(engine)
+    }
+
+    fn run(&mut self, engine: &mut dyn Engine, amount: Amount) -> Result<Run, DecodeError> {
+        let vocab = engine.config().vocab;
+        engine.begin(amount.warmup + amount.tokens, Wanted::Last)?;
+        let mut token_us = Vec::with_capacity(amount.tokens);
+        for t in 0..amount.warmup + amount.tokens {
+            if interrupt::requested() {
+                return Err(DecodeError::Interrupted);
+            }
+            // Any tokens will do, the same in every run.
+            let id = (t * 7919 + 11) % vocab;
+            let start = Instant::now();
+            engine.forward(&[id as u32], Wanted::Last)?;
+            if t >= amount.warmup {
+                token_us.push(1e6 * start.elapsed().as_secs_f64());
+            }
+        }
+        self.placement = Some(engine.placement());
+        Ok(Run {
+            side: self.letter,
+            tokens_per_s: 1e6 * token_us.len() as f64 / token_us.iter().sum::<f64>(),
+            token_us,
+        })
+    }
+
+    fn summary(self, runs: &[Run]) -> Summary {
+        let mut all: Vec<f64> = (runs.iter())
+            .filter(|r| r.side == self.letter)
+            .flat_map(|r| r.token_us.iter().copied())
+            .collect();
+        let median_us = median(&mut all);
+        let (tiers, predicted_us) = match self.placement {
+            Some(p) => (p.tiers, p.predicted_us),
+            None => (Vec::new(), None),
+        };
+        let known: Option<u64> = tiers.iter().map(|t| t.selections).sum();
+        let vram = |name: &str| name.starts_with("vram");
+        Summary {
+            name: self.side.name.clone(),
+            median_us,
+            tokens_per_s: 1e6 / median_us,
+            predicted_us,
+            load_s: self.load_s,
+            vram_experts: (tiers.iter())
+                .filter(|t| vram(t.tier))
+                .map(|t| t.experts)
+                .sum(),
+            tiers: (tiers.into_iter())
+                .map(|t| Share {
+                    tier: t.tier,
+                    experts: t.experts,
+                    bytes: t.bytes,
+                    share: match (t.selections, known) {
+                        (Some(n), Some(all)) if all > 0 => Some(n as f64 / all as f64),
+                        _ => None,
+                    },
+                })
+                .collect(),
+        }
+    }
+}
+
+/// Runs `a` twice, or `a` and `b` as A, B, B, A. `progress` gets which side is loaded, bytes done, and
+/// bytes.
+pub fn measure(
+    a: &Side,
+    b: Option<&Side>,
+    trace: &Trace,
+    amount: Amount,
+    progress: &mut dyn FnMut(char, usize, usize),
+) -> Result<Report, DecodeError> {
+    let mut runs = Vec::new();
+    let mut first = State::new(a, 'a');
+    let mut second = b.map(|b| State::new(b, 'b'));
+    let mut engine = first.load(trace, progress)?;
+    runs.push(first.run(engine.as_mut(), amount)?);
+    if let Some(second) = &mut second {
+        drop(engine);
+        engine = second.load(trace, progress)?;
+        for _ in 0..2 {
+            runs.push(second.run(engine.as_mut(), amount)?);
+        }
+        drop(engine);
+        engine = first.load(trace, progress)?;
+    }
+    runs.push(first.run(engine.as_mut(), amount)?);
+    let device = engine.placement().device;
+    drop(engine);
+    let (a, b) = (first.summary(&runs), second.map(|s| s.summary(&runs)));
+    Ok(Report {
+        device,
+        tokens: amount.tokens,
+        speedup: b.as_ref().map(|b| a.median_us / b.median_us),
+        runs,
+        a,
+        b,
+    })
+}
+
+impl std::fmt::Display for Summary {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(
+            f,
+            "{:.1} us a token, {:.2} tokens/s",
+            self.median_us, self.tokens_per_s
+        )?;
+        if let Some(us) = self.predicted_us {
+            write!(f, ", predicted {us} us")?;
+        }
+        let loads: Vec<String> = self.load_s.iter().map(|s| format!("{s:.1}")).collect();
+        write!(f, "; loaded in {} s", loads.join(", "))?;
+        for t in &self.tiers {
+            let mb = t.bytes as f64 / 1e6;
+            write!(
+                f,
+                "\n     {:9} {:6} experts {mb:>12.1} MB",
+                t.tier, t.experts
+            )?;
+            if let Some(share) = t.share {
+                write!(f, " {:6.2}% of selections", 100.0 * share)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// For people.
+impl std::fmt::Display for Report {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        writeln!(
+            f,
+            "{}; medians of 2 runs of {} tokens",
+            self.device, self.tokens
+        )?;
+        let order: Vec<String> = (self.runs.iter())
+            .map(|r| format!("{} {:.2}", r.side.to_ascii_uppercase(), r.tokens_per_s))
+            .collect();
+        writeln!(f, "runs, tokens/s: {}", order.join(", "))?;
+        writeln!(f, "A  {}\n   {}", self.a.name, self.a)?;
+        if let (Some(b), Some(speedup)) = (&self.b, self.speedup) {
+            writeln!(f, "B  {}\n   {b}", b.name)?;
+            let (from, to) = (self.a.vram_experts, b.vram_experts);
+            write!(f, "B is {:+.1}% as fast as A", 100.0 * (speedup - 1.0))?;
+            if from > 0 {
+                let more = to as f64 / from as f64 - 1.0;
+                write!(
+                    f,
+                    "; experts in device memory {from} -> {to} ({:+.1}%)",
+                    100.0 * more
+                )?;
+            }
+            writeln!(f)?;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn medians() {
+        assert_eq!(median(&mut [3.0, 1.0, 2.0]), 2.0);
+        assert_eq!(median(&mut [4.0, 1.0, 2.0, 3.0]), 2.5);
+        assert!(median(&mut []).is_nan());
+    }
+}
