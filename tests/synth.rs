@@ -190,6 +190,23 @@ fn a_plan_is_made_and_rates_are_kept() {
     assert!(p["vram"].as_u64().unwrap() <= 2 << 20);
     assert!(p["ram"].as_u64().unwrap() <= 200_000);
     assert_eq!(experts(&all["plan"])[4], 0);
+    // Two devices with as little each: fewer experts on disk, a row for each device and tier.
+    let budgets = ["--vram-budget", &vram, "--ram-budget", "200K"];
+    let two = json(&[&with[..], &budgets, &["--devices", "3,3"]].concat())["plan"].clone();
+    let rows = two["device_table"].as_array().unwrap();
+    let on = |d: u64| -> u64 {
+        let own = rows.iter().filter(|r| r["device"] == d);
+        own.map(|r| r["experts"].as_u64().unwrap()).sum()
+    };
+    assert_eq!(on(0) + on(1), 96);
+    assert!(rows.iter().all(|r| r["number"] == 3));
+    assert!(two["token"].as_f64().unwrap() <= p["token"].as_f64().unwrap() + 1e-12);
+    for taken in two["vram_of"].as_array().unwrap() {
+        assert!(taken.as_u64().unwrap() <= 2 << 20);
+    }
+    plan(&[&["--rates", save, "--devices", "0,1"], &budgets[..]].concat())
+        .success()
+        .stdout(contains("device  tier"));
 
     let fails = |more: &[&str], what: &str| {
         plan(&[&["--rates", save], more].concat())

@@ -365,11 +365,11 @@ fn failures_are_errors_and_leave_nothing_behind() {
 }
 
 /// Rates with which every tier is worth something.
-const RATES: &str = r#"{"version": 3, "machine": "made up", "rates": {
+const RATES: &str = r#"{"version": 4, "machine": "made up", "rates": {
     "hot": {"fixed": 4e-5, "each": 5e-6}, "ans": {"fixed": 1e-4, "each": 8e-6},
     "plane3": {"fixed": 4e-5, "each": 4e-6},
     "cpu": {"fixed": 2e-5, "each": 1e-4}, "upload": {"fixed": 1e-5, "each": 2e-8},
-    "disk": {"fixed": 1e-4, "each": 2e-7}, "round_trip": 3e-5, "dense": 1e-3}}"#;
+    "disk": {"fixed": 1e-4, "each": 2e-7}, "round_trip": 3e-5, "exchange": {"fixed": 2e-5, "each": 1e-6}, "dense": 1e-3}}"#;
 
 fn request(dir: &Path, vram: u64, ram: u64) -> Request {
     let rates = dir.join("rates.json");

@@ -14,7 +14,6 @@ use crate::model::directory::ARCHIVE_FILE;
 use crate::model::{Config, check_archive};
 use crate::placement::Tier;
 use crate::placement::calibrate::Calibration;
-use crate::placement::memory::DensePart;
 use crate::placement::request::{Request, Size};
 
 /// What experts may take, and what is known of their use.
@@ -71,6 +70,9 @@ pub struct PlanArgs {
     /// Positions that the KV cache is for [default: 8192, or what the model has]
     #[arg(short, long, value_name = "N")]
     ctx_size: Option<usize>,
+    /// Devices to spread experts over, by number; one given twice is two of them
+    #[arg(long, value_name = "N,...", value_delimiter = ',', default_value = "0")]
+    devices: Vec<u32>,
     #[arg(long, value_enum, default_value = "cuda", hide = true)]
     device: DeviceArg,
     /// Write the rates used to a file
@@ -106,43 +108,64 @@ pub fn run(args: PlanArgs) -> anyhow::Result<()> {
         "-c {positions}: expected 1 to {}",
         config.max_positions
     );
-    let dense = DensePart::open(dir, &config)?;
     let request = args.budget.request(positions);
-    let ((found, measured), free) = match (args.device, &request.rates) {
-        // Another machine's rates need no device here, if the budget is given as well.
-        (DeviceArg::Cuda, Some(file)) if CudaDevice::count() == 0 => {
-            let Some(Size::Bytes(free)) = request.vram else {
-                anyhow::bail!(
-                    "no CUDA device whose memory would be the budget: give --vram-budget in bytes"
-                );
-            };
-            ((Calibration::read(file)?, false), free)
+    anyhow::ensure!(
+        (1..=256).contains(&args.devices.len()),
+        "--devices: expected 1 to 256 of them"
+    );
+    // Rates and free bytes of each device.
+    let mut on: Vec<(Calibration, u64)> = Vec::new();
+    for &number in &args.devices {
+        let alike = args.devices.iter().filter(|d| **d == number).count() as u64;
+        let ((found, measured), free) = match (args.device, &request.rates) {
+            // Another machine's rates need no device here, if the budget is given as well.
+            (DeviceArg::Cuda, Some(file)) if CudaDevice::count() == 0 => {
+                let Some(Size::Bytes(free)) = request.vram else {
+                    anyhow::bail!(
+                        "no CUDA device whose memory would be the budget: give --vram-budget in bytes"
+                    );
+                };
+                ((Calibration::read(file)?, false), free)
+            }
+            (DeviceArg::Cuda, None) if CudaDevice::count() == 0 => anyhow::bail!(
+                "no CUDA device to measure (`host doctor` says why): give --rates FILE, saved where there \
+                 is one, and --vram-budget"
+            ),
+            (DeviceArg::Cuda, _) => {
+                let device = CudaDevice::new(number)?;
+                let backend = KernelBackend::new(device.clone())?;
+                let found = request.rates(&backend, &archive, dir, &config)?;
+                (found, device.free_bytes()? / alike)
+            }
+            (DeviceArg::Emulator, _) => {
+                let backend = KernelBackend::new(EmulatedDevice::default())?;
+                let found = request.rates(&backend, &archive, dir, &config)?;
+                (found, EmulatedDevice::MEMORY)
+            }
+        };
+        if measured {
+            ui::note!("measured: {}", found.machine);
         }
-        (DeviceArg::Cuda, None) if CudaDevice::count() == 0 => anyhow::bail!(
-            "no CUDA device to measure (`host doctor` says why): give --rates FILE, saved where there is \
-             one, and --vram-budget"
-        ),
-        (DeviceArg::Cuda, _) => {
-            let device = CudaDevice::new(0)?;
-            let backend = KernelBackend::new(device.clone())?;
-            let found = request.rates(&backend, &archive, &config, &dense)?;
-            (found, device.free_bytes()?)
-        }
-        (DeviceArg::Emulator, _) => {
-            let backend = KernelBackend::new(EmulatedDevice::default())?;
-            let found = request.rates(&backend, &archive, &config, &dense)?;
-            (found, EmulatedDevice::MEMORY)
-        }
-    };
-    if measured {
-        ui::note!("measured: {}", found.machine);
+        on.push((found, free));
     }
+    // The dense part goes to the fastest; a difference of less than 5% is none.
+    let dense = |i: usize| on[i].0.rates.dense;
+    let fastest = (0..on.len()).min_by(|a, b| dense(*a).total_cmp(&dense(*b)));
+    let mut order = args.devices.clone();
+    if let Some(fastest) = fastest.filter(|i| dense(*i) < 0.95 * dense(0)) {
+        on.swap(0, fastest);
+        order.swap(0, fastest);
+    }
+    let (found, free) = on.remove(0);
     if let Some(file) = &args.save_rates {
         let text = serde_json::to_string_pretty(&found)?;
         std::fs::write(file, text)
             .with_context(|| format!("--save-rates {}: it cannot be written", file.display()))?;
     }
-    let planned = request.plan(dir, &config, &archive, found, free)?;
+    let mut planned = request.plan_devices(dir, &config, &archive, found, free, &on)?;
+    for row in &mut planned.plan.device_table {
+        row.number = order[row.device];
+    }
     if args.json {
         let object = json!({
             "machine": planned.calibration.machine,

@@ -488,7 +488,6 @@ pub fn open_placed<D: crate::backend::kernels::Device + Clone + 'static>(
     progress: &mut impl FnMut(usize, usize),
 ) -> Result<Box<dyn Engine>, EngineError> {
     let config = options.config(dir)?;
-    let dense = DensePart::open(dir, &config)?;
     let mut request = request.clone();
     let mut calibration = None;
     for attempt in 0.. {
@@ -504,7 +503,7 @@ pub fn open_placed<D: crate::backend::kernels::Device + Clone + 'static>(
         };
         let rates = match calibration.take() {
             Some(found) => found,
-            None => request.rates(&backend, archive, &config, &dense)?.0,
+            None => request.rates(&backend, archive, dir, &config)?.0,
         };
         calibration = Some(rates.clone());
         let planned = request.plan(dir, &config, archive, rates, free)?;

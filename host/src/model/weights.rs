@@ -752,6 +752,12 @@ impl<B: LoadExperts> Model<B> {
         })
     }
 
+    /// Goes on without the last layer; for measurements.
+    pub(crate) fn drop_last_layer(&mut self) {
+        self.layers.pop();
+        self.config.layers.pop();
+    }
+
     /// From here on counts which experts are chosen.
     pub fn record_usage(&self) {
         *self.usage.borrow_mut() = Some(Profile::new());

@@ -16,10 +16,10 @@ use crate::backend::kernels::{Device, DeviceError, KernelBackend, KernelError};
 use crate::backend::{Backend, LayerExperts, LoadExperts, Weight, rows, rows_mut};
 use crate::bench::synth::Rng;
 use crate::expert::Form;
-use crate::model::Config;
+use crate::model::{Config, Model, ModelError, Source, Wanted};
 
 /// Version of the file that rates are kept in.
-const VERSION: u32 = 3;
+const VERSION: u32 = 4;
 
 /// Why there are no rates.
 #[derive(Debug, thiserror::Error)]
@@ -33,6 +33,9 @@ pub enum CalibrateError {
     /// The archive.
     #[error(transparent)]
     Archive(#[from] ArchiveError),
+    /// The model's files.
+    #[error(transparent)]
+    Model(Box<ModelError>),
     /// Reads of the archive.
     #[error("{}: cannot read: {source}; check the disk", path.display())]
     Read {
@@ -49,6 +52,12 @@ pub enum CalibrateError {
         /// What is wrong.
         what: String,
     },
+}
+
+impl From<ModelError> for CalibrateError {
+    fn from(e: ModelError) -> Self {
+        Self::Model(Box::new(e))
+    }
 }
 
 impl From<DeviceError> for CalibrateError {
@@ -83,7 +92,15 @@ impl Calibration {
             )));
         }
         let r = &found.rates;
-        let lines = [&r.hot, &r.ans, &r.plane3, &r.cpu, &r.upload, &r.disk];
+        let lines = [
+            &r.hot,
+            &r.ans,
+            &r.plane3,
+            &r.cpu,
+            &r.upload,
+            &r.disk,
+            &r.exchange,
+        ];
         let all = lines.iter().flat_map(|l| [l.fixed, l.each]);
         if all
             .chain([r.round_trip, r.dense])
@@ -118,13 +135,14 @@ pub fn directory() -> Option<PathBuf> {
 
 /// The rates of this machine: those kept for it, unless `again`; else measured and kept. Whether
 /// they were measured now.
-pub fn rates<D: Device>(
+pub fn rates<D: Device + Clone + 'static>(
     backend: &KernelBackend<D>,
     archive: &Archive,
+    dir: &Path,
     config: &Config,
-    dense: &DensePart,
     again: bool,
 ) -> Result<(Calibration, bool), CalibrateError> {
+    let dense = &DensePart::open(dir, config)?;
     let machine = machine(backend, archive, config, dense);
     let name = &blake3::hash(machine.as_bytes()).to_hex()[..16];
     let file = directory().map(|d| d.join(format!("rates-{name}.json")));
@@ -140,7 +158,7 @@ pub fn rates<D: Device>(
     let found = Calibration {
         version: VERSION,
         machine,
-        rates: measure(backend, archive, config, dense)?,
+        rates: measure(backend, archive, dir, config, dense)?,
     };
     if let Some(file) = &file
         && let Err(e) = found.write(file)
@@ -191,9 +209,10 @@ fn median(mut seconds: Vec<f64>) -> f64 {
 }
 
 /// Measures everything.
-pub fn measure<D: Device>(
+pub fn measure<D: Device + Clone + 'static>(
     backend: &KernelBackend<D>,
     archive: &Archive,
+    dir: &Path,
     config: &Config,
     part: &DensePart,
 ) -> Result<Rates, CalibrateError> {
@@ -245,12 +264,13 @@ pub fn measure<D: Device>(
     };
     let (ans, plane3) = (coded(rans)?, coded(plane3)?);
     let either = ans.or(plane3).unwrap_or(hot);
+    let of_plane3 = plane3.unwrap_or(either);
 
     let round_trip = round_trip(backend, config)?;
     Ok(Rates {
         hot,
         ans: ans.unwrap_or(either),
-        plane3: plane3.unwrap_or(either),
+        plane3: of_plane3,
         // The tokens come to the host, and what becomes of them goes back.
         cpu: Line {
             fixed: cpu_line.fixed + round_trip,
@@ -259,7 +279,11 @@ pub fn measure<D: Device>(
         upload: upload(device)?,
         disk: disk(archive)?,
         round_trip,
-        dense: dense(backend, config, part, seconds)?,
+        exchange: exchange(backend, config)?,
+        dense: match token(backend, archive, dir, config, (&either, &of_plane3))? {
+            Some(dense) => dense,
+            None => dense(backend, config, part, seconds)?,
+        },
     })
 }
 
@@ -434,10 +458,91 @@ fn round_trip<D: Device>(backend: &KernelBackend<D>, config: &Config) -> Result<
     Ok(median(times))
 }
 
+/// A layer's activations off a device and its experts' results back onto it, through the host.
+fn exchange<D: Device>(backend: &KernelBackend<D>, config: &Config) -> Result<Line, KernelError> {
+    let most = config.router.top_k.max(2);
+    let mut rows = backend.alloc::<f32>(most * config.hidden)?;
+    let mut host = vec![0.0; most * config.hidden];
+    let mut time = |n: usize| {
+        let host = &mut host[..n * config.hidden];
+        let mut times = Vec::new();
+        for _ in 0..3 * RUNS {
+            let start = Instant::now();
+            backend.read(&rows, 0, host)?;
+            backend.write(&mut rows, 0, host)?;
+            times.push(start.elapsed().as_secs_f64());
+        }
+        Ok::<_, KernelError>(median(times))
+    };
+    Ok(Line::through((1.0, time(1)?), (most as f64, time(most)?)))
+}
+
+/// The dense part of a token with its launches and what the host does for them: measured with the first
+/// layers of the model itself, up to the first one with routed experts. `None` where there is no memory
+/// for them.
+///
+/// A token of those layers, less one of those without experts, less the experts' own time, is a layer.
+fn token<D: Device + Clone + 'static>(
+    backend: &KernelBackend<D>,
+    archive: &Archive,
+    dir: &Path,
+    config: &Config,
+    (rans, plane3): (&Line, &Line),
+) -> Result<Option<f64>, CalibrateError> {
+    let kinds = &config.layers;
+    let Some(first) = kinds.iter().position(|kind| kind.sparse) else {
+        return Ok(None);
+    };
+    let mut part = config.clone();
+    part.mtp = false;
+    part.layers.truncate(first + 1);
+    let source = Source::Coded(Archive::open(archive.path())?);
+    let fresh = KernelBackend::new(backend.device().clone())?;
+    let loaded = Model::load(fresh, dir, part, &source, Form::Fused, |_| ());
+    let mut model = match loaded {
+        Ok(model) => model,
+        Err(ModelError::Place { source, .. })
+            if matches!(
+                source.downcast_ref(),
+                Some(KernelError::Device(DeviceError::OutOfMemory { .. }))
+            ) =>
+        {
+            tracing::warn!("no memory to measure a layer with: the dense part is estimated");
+            return Ok(None);
+        }
+        Err(e) => return Err(e.into()),
+    };
+    let time = |model: &Model<KernelBackend<D>>| -> Result<f64, KernelError> {
+        const WARM: usize = 3;
+        let mut session = model.session(WARM + 2 * RUNS, Wanted::Last)?;
+        let mut times = Vec::new();
+        for t in 0..WARM + 2 * RUNS {
+            let id = (t * 7919 + 11) % config.vocab;
+            let start = Instant::now();
+            black_box(model.forward(&mut session, &[id as u32], Wanted::Last)?);
+            times.push(start.elapsed().as_secs_f64());
+        }
+        Ok(median(times.split_off(WARM)))
+    };
+    let with = time(&model)?;
+    model.drop_last_layer();
+    let without = time(&model)?;
+    let experts = archive.experts();
+    let of_plane3 = (0..experts)
+        .map(|e| archive.is_plane3(first as u32, e))
+        .try_fold(0, |n, kind| Ok::<_, ArchiveError>(n + usize::from(kind?)))?;
+    let share = of_plane3 as f64 / experts as f64;
+    let k = config.router.top_k as f64;
+    let of_experts = share * plane3.at(k) + (1.0 - share) * rans.at(k);
+    let layer = (with - without - of_experts).max(0.0);
+    Ok(Some(without + (kinds.len() - first) as f64 * layer))
+}
+
 /// Launches of a layer that are not its routed experts'.
 const LAUNCHES: f64 = 25.0;
 
-/// The dense part of a token: its bytes at the rate of one large matrix of their kind, and its launches.
+/// The dense part of a token, estimated: its bytes at the rate of one large matrix of their kind, and its
+/// launches.
 fn dense<D: Device>(
     backend: &KernelBackend<D>,
     config: &Config,

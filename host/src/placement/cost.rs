@@ -79,6 +79,8 @@ pub struct Rates {
     pub disk: Line,
     /// Telling the host what a layer chose, and the host's part in a layer.
     pub round_trip: f64,
+    /// Activations of a layer to another device and results back; unit: an expert.
+    pub exchange: Line,
     /// All of a token that is no routed expert.
     pub dense: f64,
 }
@@ -98,6 +100,8 @@ pub struct LayerTime {
     pub disk: f64,
     /// Round trips.
     pub round_trip: f64,
+    /// Exchange with the device that has most of it.
+    pub exchange: f64,
 }
 
 impl LayerTime {
@@ -109,6 +113,7 @@ impl LayerTime {
         self.cpu += o.cpu;
         self.disk += o.disk;
         self.round_trip += o.round_trip;
+        self.exchange += o.exchange;
     }
 }
 
@@ -245,6 +250,7 @@ mod tests {
             upload: line(10e-6, 1.0 / 50e9),
             disk: line(100e-6, 1.0 / 5e9),
             round_trip: 30e-6,
+            exchange: line(0.0, 0.0),
             dense: 5e-3,
         }
     }

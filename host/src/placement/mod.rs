@@ -8,10 +8,12 @@ pub mod planner;
 pub mod profile;
 pub mod reader;
 pub mod request;
+pub mod spread;
 
 pub use cost::{LayerTime, Line, Rates};
 pub use planner::{Budget, LayerModel, ModelUse, Plan, PlanError, plan};
 pub use profile::Profile;
+pub use spread::{DevicePlan, Peer, plan_devices};
 
 /// Where an expert lives, from the fastest place to the slowest.
 #[derive(

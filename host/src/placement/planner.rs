@@ -9,6 +9,7 @@
 use serde::Serialize;
 
 use super::cost::{LayerTime, Part, Rates, layer_time};
+use super::spread::{DevicePlan, Spread};
 use super::{TIERS, Tier};
 
 /// One layer's experts.
@@ -91,8 +92,14 @@ pub struct Plan {
     /// Tier of each expert, by layer and expert.
     #[serde(skip)]
     pub tiers: Vec<Vec<Tier>>,
+    /// Device of each expert, likewise: whose memory it is in, and 0 where it is in none.
+    #[serde(skip)]
+    pub devices: Vec<Vec<u8>>,
     /// The table.
     pub table: Vec<TierPlan>,
+    /// The table by device; of other devices than the first the tiers of their memory.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub device_table: Vec<DevicePlan>,
     /// Sums over layers, seconds.
     pub time: LayerTime,
     /// Seconds of a token, dense part included.
@@ -103,6 +110,8 @@ pub struct Plan {
     pub bottleneck: &'static str,
     /// Bytes of device memory that experts take.
     pub vram: u64,
+    /// The same of each device.
+    pub vram_of: Vec<u64>,
     /// Bytes of host memory that experts take.
     pub ram: u64,
 }
@@ -131,6 +140,8 @@ struct Search<'a> {
     model: &'a ModelUse,
     rates: &'a Rates,
     budget: &'a Budget,
+    /// Devices that share what is in device memory, where there are several.
+    spread: Option<&'a Spread>,
     layers: Vec<Ranked>,
 }
 
@@ -145,7 +156,12 @@ struct State {
 }
 
 impl<'a> Search<'a> {
-    fn new(model: &'a ModelUse, rates: &'a Rates, budget: &'a Budget) -> Self {
+    fn new(
+        model: &'a ModelUse,
+        rates: &'a Rates,
+        budget: &'a Budget,
+        spread: Option<&'a Spread>,
+    ) -> Self {
         let layers = model.layers.iter().map(|l| {
             let mut order: Vec<usize> = (0..l.chances.len()).collect();
             order.sort_by(|a, b| l.chances[*b].total_cmp(&l.chances[*a]));
@@ -169,6 +185,7 @@ impl<'a> Search<'a> {
             model,
             rates,
             budget,
+            spread,
             layers: layers.collect(),
         }
     }
@@ -189,13 +206,24 @@ impl<'a> Search<'a> {
             share: (ranked.share[r.end] - ranked.share[r.start]).max(0.0),
             plane3: (ranked.plane3[r.end] - ranked.plane3[r.start]).max(0.0),
         });
-        layer_time(self.rates, self.model.top_k, ranked.record, &parts)
+        let top_k = self.model.top_k;
+        match self.spread {
+            None => layer_time(self.rates, top_k, ranked.record, &parts),
+            Some(spread) => spread.layer_time(top_k, ranked.record, &parts),
+        }
     }
 
     /// Bytes in the tiers of a layer, rounded up to what is allocated.
     fn tier_bytes(&self, l: usize, counts: &Counts) -> [u64; TIERS] {
         let raw = self.model.raw_bytes.next_multiple_of(ALIGN);
         let ranges = Self::ranges(counts);
+        // Several devices round up each.
+        let granule = self.budget.vram_granule;
+        let more = self.spread.map_or(0, |s| s.devices() as u64 - 1) * granule;
+        let in_vram = |bytes: u64| match bytes {
+            0 => 0,
+            n => n.next_multiple_of(granule) + more,
+        };
         let mut bytes = [0; TIERS];
         for t in Tier::ALL {
             let range = &ranges[t as usize];
@@ -204,10 +232,8 @@ impl<'a> Search<'a> {
                 records[range.end] - records[range.start]
             };
             bytes[t as usize] = match t {
-                Tier::VramHot => {
-                    (range.len() as u64 * raw).next_multiple_of(self.budget.vram_granule)
-                }
-                Tier::VramAns => records().next_multiple_of(self.budget.vram_granule),
+                Tier::VramHot => in_vram(range.len() as u64 * raw),
+                Tier::VramAns => in_vram(records()),
                 Tier::RamRaw => {
                     (range.len() as u64 * raw).next_multiple_of(self.budget.ram_granule)
                 }
@@ -475,12 +501,16 @@ impl<'a> Search<'a> {
             ("copies to the GPU", time.upload),
             ("CPU", time.cpu),
             ("disk", time.disk),
+            ("exchange between devices", time.exchange),
             ("round trips", time.round_trip),
         ];
         let most = lanes.into_iter().max_by(|a, b| a.1.total_cmp(&b.1));
         Plan {
+            devices: tiers.iter().map(|l: &Vec<Tier>| vec![0; l.len()]).collect(),
             tiers,
             table,
+            device_table: Vec::new(),
+            vram_of: vec![s.vram],
             time,
             token: self.rates.dense + s.time,
             greedy: self.rates.dense + greedy,
@@ -510,6 +540,17 @@ struct Move {
 
 /// The placement with the least predicted time per token that was found.
 pub fn plan(model: &ModelUse, rates: &Rates, budget: &Budget) -> Result<Plan, PlanError> {
+    plan_spread(model, rates, budget, None)
+}
+
+/// The same where several devices share what is in device memory; `budget` is of all of them together,
+/// and which expert is on which is not said.
+pub(super) fn plan_spread(
+    model: &ModelUse,
+    rates: &Rates,
+    budget: &Budget,
+    spread: Option<&Spread>,
+) -> Result<Plan, PlanError> {
     if model.layers.is_empty() || model.top_k == 0 {
         return Err(PlanError::Model("there are no routed experts to place"));
     }
@@ -529,7 +570,7 @@ pub fn plan(model: &ModelUse, rates: &Rates, budget: &Budget) -> Result<Plan, Pl
         ram_granule: budget.ram_granule.max(1),
         ..*budget
     };
-    let search = Search::new(model, rates, budget);
+    let search = Search::new(model, rates, budget, spread);
     // Greedy filling first: the most used as records in device memory, then in host memory.
     let greedy = search.state(search.fill([0.0, 1.0, 0.0, 1.0, 1.0]));
     let mut candidates = vec![greedy.clone()];
@@ -582,6 +623,7 @@ mod tests {
             upload: line(10e-6, 1.0 / 50e9),
             disk: line(100e-6, 1.0 / 5e9),
             round_trip: 30e-6,
+            exchange: line(0.0, 0.0),
             dense: 8e-3,
         }
     }
@@ -751,7 +793,7 @@ mod tests {
             rates.upload.each = 1.0 / upload;
             rates.disk.each = 1.0 / disk;
             let p = plan(&m, &rates, &b).unwrap();
-            let search = Search::new(&m, &rates, &b);
+            let search = Search::new(&m, &rates, &b, None);
             let mut best = f64::INFINITY;
             for code in 0..9usize.pow(5) {
                 let counts: Counts = std::array::from_fn(|t| code / 9usize.pow(t as u32) % 9);

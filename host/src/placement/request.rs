@@ -3,9 +3,10 @@
 use std::path::{Path, PathBuf};
 
 use super::calibrate::{self, CalibrateError, Calibration};
-use super::memory::{DensePart, Fixed, fixed, weights_read};
-use super::planner::{Budget, LayerModel, ModelUse, Plan, PlanError, plan};
+use super::memory::{self, DensePart, Fixed, fixed, weights_read};
+use super::planner::{Budget, LayerModel, ModelUse, Plan, PlanError, TierPlan};
 use super::profile::{self, Profile, ProfileError};
+use super::spread::{Peer, plan_devices};
 use super::{Rates, Tier, staged};
 use crate::archive::{Archive, ArchiveError};
 use crate::backend::kernels::{Device, KernelBackend};
@@ -91,7 +92,7 @@ pub enum RequestError {
     Archive(#[from] ArchiveError),
     /// The model's files.
     #[error(transparent)]
-    Model(#[from] ModelError),
+    Model(Box<ModelError>),
     /// The budgets.
     #[error(transparent)]
     Plan(#[from] PlanError),
@@ -125,6 +126,12 @@ pub enum RequestError {
         /// Bytes needed.
         taken: u64,
     },
+}
+
+impl From<ModelError> for RequestError {
+    fn from(e: ModelError) -> Self {
+        Self::Model(Box::new(e))
+    }
 }
 
 /// Bytes of host memory that can be had without swapping; 0 where nobody says.
@@ -222,16 +229,16 @@ fn read_profile(
 
 impl Request {
     /// The rates asked for, else this machine's. Whether they were measured now.
-    pub fn rates<D: Device>(
+    pub fn rates<D: Device + Clone + 'static>(
         &self,
         backend: &KernelBackend<D>,
         archive: &Archive,
+        dir: &Path,
         config: &Config,
-        dense: &DensePart,
     ) -> Result<(Calibration, bool), RequestError> {
         Ok(match &self.rates {
             Some(file) => (Calibration::read(file)?, false),
-            None => calibrate::rates(backend, archive, config, dense, self.calibrate)?,
+            None => calibrate::rates(backend, archive, dir, config, self.calibrate)?,
         })
     }
 
@@ -243,6 +250,20 @@ impl Request {
         archive: &Archive,
         calibration: Calibration,
         free: u64,
+    ) -> Result<Planned, RequestError> {
+        self.plan_devices(dir, config, archive, calibration, free, &[])
+    }
+
+    /// The same over several devices, each with rates and free bytes of its own; the first one has the
+    /// dense part. The budget of device memory is each one's.
+    pub fn plan_devices(
+        &self,
+        dir: &Path,
+        config: &Config,
+        archive: &Archive,
+        calibration: Calibration,
+        free: u64,
+        others: &[(Calibration, u64)],
     ) -> Result<Planned, RequestError> {
         let (profile, named) = read_profile(self.profile.as_deref(), dir, config)?;
         let (experts, top_k) = (config.router.experts, config.router.top_k);
@@ -286,7 +307,24 @@ impl Request {
             raw_bytes: archive.shape().raw_bytes() as u64,
             layers,
         };
-        let plan = plan(&model, &calibration.rates, &budget)?;
+        // Another device has activations of its experts and a budget, no dense part and no stage.
+        let own = memory::activations(config, self.positions);
+        let peers: Vec<Peer> = (others.iter())
+            .map(|(found, free)| {
+                let rates = &found.rates;
+                let vram = self
+                    .vram
+                    .map_or(free.saturating_sub(RESERVE), |s| s.of(*free));
+                Peer {
+                    vram: vram.saturating_sub(own),
+                    hot: rates.hot,
+                    ans: rates.ans,
+                    plane3: rates.plane3,
+                    exchange: rates.exchange,
+                }
+            })
+            .collect();
+        let plan = plan_devices(&model, &calibration.rates, &budget, &peers)?;
         let drafts = config.nextn.is_some()
             && archive.layers().last() == Some(&(config.layers.len() as u32));
         let of = |drafts: bool| {
@@ -337,30 +375,42 @@ impl std::fmt::Display for Planned {
         )?;
         writeln!(
             f,
-            "tier      experts       bytes  share of selections  own lane, ms a token"
+            "{}tier      experts       bytes  share of selections  own lane, ms a token",
+            if plan.device_table.is_empty() {
+                ""
+            } else {
+                "device  "
+            }
         )?;
-        for row in &plan.table {
+        let mut line = |device: &str, row: &TierPlan| {
             writeln!(
                 f,
-                "{:8} {:8} {:>11} {:>20.2}% {:>21.3}",
+                "{device}{:8} {:8} {:>11} {:>20.2}% {:>21.3}",
                 row.tier,
                 row.experts,
                 gb(row.bytes),
                 100.0 * row.share,
                 row.lane_ms
-            )?;
+            )
+        };
+        if plan.device_table.is_empty() {
+            plan.table.iter().try_for_each(|row| line("", row))?;
+        }
+        for row in &plan.device_table {
+            line(&format!("{:<6}  ", row.number), &row.part)?;
         }
         let t = &plan.time;
         writeln!(
             f,
             "\nlanes, ms a token: dense part {:.3}, experts on the GPU {:.3}, copies {:.3}, CPU {:.3}, disk \
-             {:.3}, round trips {:.3}",
+             {:.3}, round trips {:.3}, exchange {:.3}",
             1e3 * rates.dense,
             1e3 * t.gpu,
             1e3 * t.upload,
             1e3 * t.cpu,
             1e3 * t.disk,
-            1e3 * t.round_trip
+            1e3 * t.round_trip,
+            1e3 * t.exchange
         )?;
         write!(
             f,
