@@ -6,7 +6,7 @@
 //!    bytes of each weight row; the sum runs over rows, in order, in registers.
 //! 2. Four tokens share each weight that was read; a single token takes a body of its own.
 //!
-//! With weights of signed bytes, [`absorb_query_int8`], the query is multiplied by the row's scale
+//! With weights of signed bytes, [`absorb_query_int8()`], the query is multiplied by the row's scale
 //! first (rounded), `fma(q[h][j] * scales[h * (nope + value) + j], kv_b[...][c])`:
 //!
 //! 3. A thread owns four neighbouring columns, so a warp reads 128 neighbouring bytes too. 16 rows are
@@ -24,7 +24,7 @@ use crate::unroll;
 /// Threads of a block.
 pub const THREADS: u32 = 128;
 
-/// Threads of a block of [`absorb_query_int8`].
+/// Threads of a block of [`absorb_query_int8()`].
 pub const THREADS_INT8: u32 = 64;
 
 /// Tokens of a block.
@@ -34,7 +34,7 @@ pub const TOKENS: u32 = 4;
 pub const COLS: u32 = 256;
 
 /// Arguments. Grid: `[ceil(latent / 256), heads, ceil(tokens / 4)]`, 128 threads, or 64 of
-/// [`absorb_query_int8`].
+/// [`absorb_query_int8()`].
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
 pub struct AbsorbArgs {

@@ -290,7 +290,7 @@ pub unsafe fn linear_int8_thin(args: LinearInt8Args) {
 /// Two rows and one token a warp.
 ///
 /// # Safety
-/// As [`linear_int8_thin`].
+/// As [`linear_int8_thin()`].
 #[kernel(threads = 128, min_blocks = 4, prologue)]
 pub unsafe fn linear_int8_two(args: LinearInt8Args) {
     body::<2, 1, 4>(args);
@@ -299,7 +299,7 @@ pub unsafe fn linear_int8_two(args: LinearInt8Args) {
 /// Four rows and one token a warp.
 ///
 /// # Safety
-/// As [`linear_int8_thin`].
+/// As [`linear_int8_thin()`].
 #[kernel(threads = 128, min_blocks = 4, prologue)]
 pub unsafe fn linear_int8_four(args: LinearInt8Args) {
     body::<4, 1, 2>(args);
@@ -308,7 +308,7 @@ pub unsafe fn linear_int8_four(args: LinearInt8Args) {
 /// Four rows and four tokens a warp.
 ///
 /// # Safety
-/// As [`linear_int8_thin`].
+/// As [`linear_int8_thin()`].
 #[kernel(threads = 128, min_blocks = 2, prologue)]
 pub unsafe fn linear_int8_many(args: LinearInt8Args) {
     body::<4, 4, 1>(args);
