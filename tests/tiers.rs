@@ -663,7 +663,7 @@ fn traces_are_recorded_replayed_and_timed() {
     decode(&file, "", &b)
         .assert()
         .success()
-        .stdout(contains("runs, tokens/s: A ").and(contains("as fast as A")));
+        .stdout(contains("runs, tokens/s: A ").and(contains("B against A: ")));
 
     let fails = |trace: &Path, a: &str, says: &str| {
         let says = contains(says.to_owned());

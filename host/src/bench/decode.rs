@@ -290,7 +290,7 @@ impl std::fmt::Display for Report {
         if let (Some(b), Some(speedup)) = (&self.b, self.speedup) {
             writeln!(f, "B  {}\n   {b}", b.name)?;
             let (from, to) = (self.a.vram_experts, b.vram_experts);
-            write!(f, "B is {:+.1}% as fast as A", 100.0 * (speedup - 1.0))?;
+            write!(f, "B against A: {:+.1}% tokens/s", 100.0 * (speedup - 1.0))?;
             if from > 0 {
                 let more = to as f64 / from as f64 - 1.0;
                 write!(

@@ -186,7 +186,7 @@ fn machine<D: Device>(
     #[cfg(not(unix))]
     let disk = 0;
     format!(
-        "ansatz {}; {cpu}, {} threads; {}; experts {}, top {}; hidden {}, {} layers, {:.0} + {:.0} MB; \
+        "ansatz {}; {cpu}, {} threads; {}; experts {}, top {}; hidden {}, {} layers, {:.1} + {:.1} MB; \
          disk {disk}",
         env!("CARGO_PKG_VERSION"),
         rayon::current_num_threads(),
