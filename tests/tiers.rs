@@ -182,11 +182,23 @@ impl Layer {
         staged: usize,
         form: Form,
     ) -> Result<B::Experts, B::Error> {
+        self.spread(b, tiers, &[], staged, form)
+    }
+
+    fn spread<B: LoadExperts>(
+        &self,
+        b: &B,
+        tiers: &[Tier],
+        devices: &[u8],
+        staged: usize,
+        form: Form,
+    ) -> Result<B::Experts, B::Error> {
         let layer = TieredLayer {
             archive: &self.archive,
             file: &self.file,
             number: self.number,
             tiers,
+            devices,
             staged,
             cached: staged > TOP_K,
         };
@@ -239,6 +251,118 @@ fn same_bits<D: Device>(b: &KernelBackend<D>, seed: u64) {
             }
             assert_eq!(used.vram > 0, i == 7, "{used:?}");
         }
+    }
+}
+
+/// Experts on several devices, mixed with other tiers of the first: the bits of one place, at once and
+/// recorded; what is exchanged where devices cannot use each other's memory.
+fn same_bits_on_several<D: Device>(make: impl Fn() -> KernelBackend<D>, devices: u8, seed: u64) {
+    for layer in [
+        Layer::new(ScaleKind::Row),
+        Layer::new(ScaleKind::G64),
+        Layer::plane3(),
+    ] {
+        let b = make();
+        let mut rng = Rng::new(seed);
+        let device: Vec<u8> = (0..EXPERTS)
+            .map(|_| (rng.bits() % u64::from(devices)) as u8)
+            .collect();
+        let all = vec![devices - 1; EXPERTS];
+        let resident = mixed(seed, 2);
+        let other = mixed(seed + 1, TIERS);
+        let spread: Vec<Tier> = (0..EXPERTS)
+            .map(|e| {
+                if device[e] == 0 {
+                    other[e]
+                } else {
+                    resident[e]
+                }
+            })
+            .collect();
+        let whole = layer.whole(&b, Form::Fused);
+        for (tiers, device, form) in [
+            (&resident, &device, Form::Fused),
+            (&resident, &device, Form::Unfused),
+            (&resident, &all, Form::Fused),
+            (&spread, &device, Form::Fused),
+        ] {
+            let experts = layer.spread(&b, tiers, device, TOP_K, form).unwrap();
+            for n in [1, 2, 7] {
+                let case = Case::new(n, seed + n as u64);
+                let expected = case.run(&b, &whole).unwrap();
+                assert!(case.run(&b, &experts).unwrap() == expected, "{n} tokens");
+            }
+            // Recorded with what another token chose.
+            let (case, before) = (Case::new(1, seed + 20), Case::new(1, seed + 21));
+            let expected = case.run(&b, &whole).unwrap();
+            assert_eq!(
+                b.recordable(&experts),
+                tiers.iter().all(|t| *t <= Tier::VramAns)
+            );
+            if !b.recordable(&experts) {
+                continue;
+            }
+            let mut x = b.upload(&before.x).unwrap();
+            let mut ids = b.upload(&before.ids).unwrap();
+            let mut weights = b.upload(&before.weights).unwrap();
+            let mut out = b.alloc::<f32>(HIDDEN).unwrap();
+            let mut pass = || {
+                let (x, out) = (rows(&x, HIDDEN + 8), rows_mut(&mut out, HIDDEN));
+                b.experts(&experts, x, &ids, &weights, TOP_K, 1, out)
+            };
+            let recording = b.record(3, 8, &mut pass).unwrap().unwrap();
+            b.write(&mut x, 0, &case.x).unwrap();
+            b.write(&mut ids, 0, &case.ids).unwrap();
+            b.write(&mut weights, 0, &case.weights).unwrap();
+            // SAFETY: within the span, and all buffers live.
+            unsafe { b.repeat(&recording, 5) }.unwrap();
+            let mut found = vec![0.0f32; HIDDEN];
+            b.read(&out, 0, &mut found).unwrap();
+            let found: Vec<u32> = found.into_iter().map(f32::to_bits).collect();
+            assert!(found == expected, "recorded");
+        }
+    }
+}
+
+#[test]
+fn several_devices_give_the_same_bits() {
+    for (devices, apart) in [(2, false), (3, true)] {
+        let device = |apart| {
+            let faults = Faults {
+                apart,
+                ..Faults::default()
+            };
+            MockDevice::new(EmulatedDevice::default(), faults)
+        };
+        let make = || {
+            let others = (1..devices).map(|_| device(apart)).collect();
+            KernelBackend::over(device(apart), others).unwrap()
+        };
+        same_bits_on_several(make, devices, seed());
+    }
+}
+
+/// Two logical devices of one GPU, and as many GPUs as there are.
+#[test]
+fn several_devices_give_the_same_bits_on_cuda() {
+    if let Err(e) = CudaDevice::new(0) {
+        assert!(std::env::var_os("ANSATZ_REQUIRE_CUDA").is_none(), "{e}");
+        return eprintln!("skipped: {e}");
+    }
+    let all: Vec<u32> = (0..CudaDevice::count()).collect();
+    for ordinals in [
+        vec![0, 0],
+        vec![0, 0, 0],
+        all.clone(),
+        [all.clone(), all].concat(),
+    ] {
+        println!("devices {ordinals:?}");
+        let make = || {
+            let mut devices = ordinals.iter().map(|o| CudaDevice::new(*o).unwrap());
+            let first = devices.next().unwrap();
+            KernelBackend::over(first, devices.collect()).unwrap()
+        };
+        same_bits_on_several(make, ordinals.len() as u8, seed());
     }
 }
 

@@ -14,6 +14,7 @@ use cuda_std::{kernel, shared_array, thread};
 use crate::abi::MatrixDesc;
 use crate::arith::{abs, dequantise_row, silu};
 use crate::coded::unroll;
+use crate::group::NO_EXPERT;
 use crate::partials::{Partials, Scales};
 use crate::quantise::quantise_row;
 
@@ -36,7 +37,7 @@ pub struct ActArgs {
     pub partials: Slice,
     /// u32 `[slots]`.
     pub slot_token: Slice,
-    /// u32 `[slots]`.
+    /// u32 `[slots]`; nothing is done for a slot of [`NO_EXPERT`].
     pub slot_expert: Slice,
     /// f32 `[tokens]`: scales of the input.
     pub x_scales: Slice,
@@ -74,6 +75,9 @@ pub unsafe fn act_quantise(args: ActArgs) {
             Global::<u32>::new(args.slot_expert).load(slot),
         )
     };
+    if expert == NO_EXPERT {
+        return;
+    }
     // SAFETY: the caller's.
     let outputs = unsafe {
         (

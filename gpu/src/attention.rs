@@ -22,6 +22,7 @@ use cuda_std::{kernel, shared_array, thread, warp};
 
 use crate::arith::{ATTENTION_CHUNK, exp, fma, max, merge};
 use crate::dot::{STEP, fma8, load8, octet, warp_reduce};
+use crate::position::position;
 use crate::unroll;
 
 /// Threads of a block.
@@ -50,6 +51,8 @@ pub struct AttentionArgs {
     pub partial: Slice,
     /// f32 rows of `out_stride`, head `h` at `h * latent`.
     pub out: Slice,
+    /// u32 `[1]`: added to `first`; or empty.
+    pub at: Slice,
     /// Elements from token to token of `q`.
     pub q_stride: u32,
     /// Elements from token to token of `out`.
@@ -76,7 +79,8 @@ pub struct AttentionArgs {
 /// Positions that a token attends to.
 #[inline(always)]
 fn count(args: &AttentionArgs, token: u32) -> u32 {
-    let seen = args.first + token + 1;
+    // SAFETY: the kernel's caller's.
+    let seen = unsafe { position(args.at, args.first) } + token + 1;
     if args.top_k == 0 {
         seen
     } else {

@@ -38,7 +38,7 @@ pub struct CombineArgs {
     pub slot_of: Slice,
     /// f32 `[slots]`: scales of down's input.
     pub scales: Slice,
-    /// f32 `[tokens, k]`.
+    /// f32 `[tokens, k]`; empty: 1.
     pub weights: Slice,
     /// f32 `[_, rows]`: `y` of slots `slots`, `slots + 1`, … Slots past these add nothing.
     pub given: Slice,
@@ -122,7 +122,13 @@ pub unsafe fn combine(args: CombineArgs) {
         if lane == 0 {
             present.store(warp, u32::from(adds));
             if adds {
-                factors.store(warp, weights.load(token * args.k + i));
+                let one = args.weights.len == 0;
+                let weight = if one {
+                    1.0
+                } else {
+                    weights.load(token * args.k + i)
+                };
+                factors.store(warp, weight);
             }
         }
         thread::sync_threads();

@@ -3,6 +3,9 @@
 //! From `ids [tokens, k]`: slots in the order (expert ascending, token ascending); for each expert
 //! that has any, `(expert, first slot, slots, 0)` in `active`; their number in `n_active`.
 //!
+//! Experts that are elsewhere get no slots; their assignments are numbered for whoever brings what these
+//! make of their tokens ([`mod@crate::combine`]).
+//!
 //! One block:
 //! 1. a histogram over experts in shared memory;
 //! 2. warp 0 scans it, 32 experts at a time, into first slots and the list of active experts;
@@ -31,8 +34,11 @@ pub struct GroupArgs {
     pub slot_token: Slice,
     /// u32 `[tokens * k]`: expert of a slot.
     pub slot_expert: Slice,
-    /// u32 `[tokens, k]`: slot of an assignment.
+    /// u32 `[tokens, k]`: slot of an assignment. Of an expert elsewhere: `place * tokens * k` plus
+    /// the number of the assignment; of no expert, or of [`NOWHERE`]: none, all ones.
     pub slot_of: Slice,
+    /// u32 `[experts]`: 0 for those here, else the place, from 1, or [`NOWHERE`]; empty: all are here.
+    pub places: Slice,
     /// Tokens.
     pub tokens: u32,
     /// Experts of a token.
@@ -41,6 +47,18 @@ pub struct GroupArgs {
     pub experts: u32,
     /// Zero.
     pub reserved: u32,
+}
+
+/// Expert of a slot that has none.
+pub const NO_EXPERT: u32 = u32::MAX;
+
+/// Place of an expert that nobody asks for.
+pub const NOWHERE: u32 = u32::MAX;
+
+/// Where expert `e` is, as [`GroupArgs::places`] says.
+#[inline(always)]
+fn place_of(places: Global<u32>, len: u64, e: u32) -> u32 {
+    if len == 0 { 0 } else { places.load(e) }
 }
 
 /// Dynamic shared memory: count and first slot of each expert.
@@ -56,11 +74,12 @@ pub const fn shared_bytes(experts: u32) -> u32 {
 pub unsafe fn group_experts(args: GroupArgs) {
     let n_list = shared_array![u32; 1];
     // SAFETY: the caller's: live views, as long as the arguments say.
-    let (counts, starts, ids, active, slot_token, slot_expert, slot_of) = unsafe {
+    let (counts, starts, ids, places, active, slot_token, slot_expert, slot_of) = unsafe {
         (
             Shared::<u32>::dynamic(0, args.experts),
             Shared::<u32>::dynamic(4 * args.experts, args.experts),
             Global::<u32>::new(args.ids),
+            Global::<u32>::new(args.places),
             GlobalMut::<[u32; 4]>::new(args.active),
             GlobalMut::<u32>::new(args.slot_token),
             GlobalMut::<u32>::new(args.slot_expert),
@@ -81,7 +100,7 @@ pub unsafe fn group_experts(args: GroupArgs) {
     let mut i = t;
     while i < slots {
         let e = ids.load(i);
-        if e < args.experts {
+        if e < args.experts && place_of(places, args.places.len, e) == 0 {
             counts.atomic_add_u32(e, 1);
         }
         i += THREADS;
@@ -145,17 +164,25 @@ pub unsafe fn group_experts(args: GroupArgs) {
         e += THREADS / 32;
     }
 
-    // An id that is no expert leaves slots over: they must not lead anyone astray.
+    // Slots that are left over must not lead anyone astray.
     let mut i = n_list.load(0) + t;
     while i < slots {
         slot_token.store(i, 0);
-        slot_expert.store(i, 0);
+        slot_expert.store(i, NO_EXPERT);
         i += THREADS;
     }
     let mut i = t;
     while i < slots {
-        if ids.load(i) >= args.experts {
-            slot_of.store(i, slots);
+        let e = ids.load(i);
+        let place = if e < args.experts {
+            place_of(places, args.places.len, e)
+        } else {
+            NOWHERE
+        };
+        if place == NOWHERE {
+            slot_of.store(i, u32::MAX);
+        } else if place > 0 {
+            slot_of.store(i, place * slots + i);
         }
         i += THREADS;
     }

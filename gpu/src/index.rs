@@ -23,6 +23,7 @@ use cuda_std::{kernel, shared_array, thread, warp};
 
 use crate::arith::{fma, max, order_key};
 use crate::dot::{STEP, fma8, load8, warp_reduce};
+use crate::position::position;
 use crate::unroll;
 
 /// Threads of a block of [`index_scores()`].
@@ -55,6 +56,8 @@ pub struct IndexArgs {
     pub scores: Slice,
     /// u32 `[tokens, top_k]`.
     pub lists: Slice,
+    /// u32 `[1]`: added to `first`; or empty.
+    pub at: Slice,
     /// Elements from token to token of `q`.
     pub q_stride: u32,
     /// Elements from token to token of `weights`.
@@ -89,7 +92,8 @@ fn scores<const V: bool>(args: IndexArgs) {
         )
     };
     let token = thread::block_idx_y();
-    let seen = args.first + token + 1;
+    // SAFETY: the kernel's caller's.
+    let seen = unsafe { position(args.at, args.first) } + token + 1;
     let lane = warp::lane_id();
     let p0 = (thread::block_idx_x() * (SCORE_THREADS / 32) + warp::warp_id()) * POSITIONS;
     if seen <= args.top_k || p0 >= seen {
@@ -170,7 +174,8 @@ pub unsafe fn index_select(args: IndexArgs) {
     let t = thread::thread_idx_x();
     let lane = warp::lane_id();
     let warp = warp::warp_id();
-    let seen = args.first + token + 1;
+    // SAFETY: the caller's.
+    let seen = unsafe { position(args.at, args.first) } + token + 1;
     // SAFETY: the caller's: live views, as long as the arguments say.
     let lists = unsafe { GlobalMut::<u32>::new(args.lists).at(token as u64 * args.top_k as u64) };
 

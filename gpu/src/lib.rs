@@ -45,6 +45,7 @@ pub mod matmul_raw_mma;
 pub mod norm;
 pub mod partials;
 pub mod plane3;
+pub mod position;
 pub mod quantise;
 pub mod rans;
 pub mod replay;

@@ -12,6 +12,7 @@ use cuda_std::{kernel, shared_array, thread};
 
 use crate::arith::{bf16, fma, rms_factor};
 use crate::dot::{BLOCK, block_reduce};
+use crate::position::position;
 
 /// Arguments of [`rms_norm()`] and [`layer_norm()`]. Grid: `[tokens, 1, 1]`, 256 threads.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
@@ -25,6 +26,8 @@ pub struct NormArgs {
     pub bias: Slice,
     /// f32 rows of `out_stride`.
     pub out: Slice,
+    /// u32 `[1]`: the row of `out` that row 0 goes to, of [`rms_norm()`] alone; or empty: the first.
+    pub at: Slice,
     /// Elements from row to row of `x`.
     pub x_stride: u32,
     /// Elements from row to row of `out`.
@@ -50,6 +53,9 @@ pub unsafe fn rms_norm(args: NormArgs) {
             GlobalMut::<f32>::new(args.out),
         )
     };
+    // SAFETY: the caller's.
+    let row = unsafe { position(args.at, 0) };
+    let out = out.at(u64::from(row) * u64::from(args.out_stride));
     let (token, t) = (thread::block_idx_x(), thread::thread_idx_x());
     let (from, to) = (token * args.x_stride, token * args.out_stride);
 

@@ -7,6 +7,8 @@ use bytemuck::{Pod, Zeroable};
 use cuda_std::mem::{Global, GlobalMut, Slice};
 use cuda_std::{kernel, thread};
 
+use crate::position::position;
+
 /// Threads of a block.
 pub const THREADS: u32 = 256;
 
@@ -22,6 +24,8 @@ pub struct ReplayArgs {
     pub ids: Slice,
     /// f32 `[tokens, top_k]`.
     pub weights: Slice,
+    /// u32 `[1]`: added to `first`; or empty.
+    pub at: Slice,
     /// Rows of the trace, at least 1.
     pub rows: u32,
     /// Elements of a row.
@@ -55,7 +59,9 @@ pub unsafe fn replay(args: ReplayArgs) {
     if i < args.tokens * args.top_k {
         // Neither is 0 here; the compiler has to see it.
         let (k, rows) = (args.top_k.max(1), args.rows.max(1));
-        let row = (args.first + i / k) % rows;
+        // SAFETY: the caller's.
+        let first = unsafe { position(args.at, args.first) };
+        let row = (first + i / k) % rows;
         let from = row * args.stride + args.offset + i % k;
         ids.store(i, chosen.load(from));
         weights.store(i, given.load(from));

@@ -10,6 +10,7 @@ use cuda_std::mem::{Global, GlobalMut, Slice};
 use cuda_std::{kernel, thread};
 
 use crate::arith::{rotate, sin_cos};
+use crate::position::position;
 
 /// Threads of a block.
 pub const THREADS: u32 = 128;
@@ -24,6 +25,8 @@ pub struct RopeArgs {
     pub inv_freq: Slice,
     /// f32; head `h` of token `t` at `t * out_stride + h * out_head`.
     pub out: Slice,
+    /// u32 `[1]`: added to `first`; or empty.
+    pub at: Slice,
     /// Elements from token to token of `x`.
     pub x_stride: u32,
     /// Elements from head to head of `x`.
@@ -40,6 +43,10 @@ pub struct RopeArgs {
     pub pass: u32,
     /// Position of token 0.
     pub first: u32,
+    /// Not 0: `out` starts at position 0 of its sequence, and token 0 is written at its own.
+    pub moves: u32,
+    /// Zero.
+    pub reserved: u32,
 }
 
 /// See the module.
@@ -59,6 +66,10 @@ pub unsafe fn rope(args: RopeArgs) {
     let half = args.rope / 2;
     let items = (half + args.pass).max(1);
     let token = thread::block_idx_y();
+    // SAFETY: the caller's.
+    let first = unsafe { position(args.at, args.first) };
+    let row = if args.moves == 0 { 0 } else { first };
+    let out = out.at(u64::from(row) * u64::from(args.out_stride));
     let n = thread::block_idx_x() * THREADS + thread::thread_idx_x();
     if n >= args.heads * items {
         return;
@@ -67,7 +78,7 @@ pub unsafe fn rope(args: RopeArgs) {
     let from = token * args.x_stride + head * args.x_head;
     let to = token * args.out_stride + head * args.out_head;
     if i < half {
-        let angle = (args.first + token) as f32 * inv_freq.load_nc(i);
+        let angle = (first + token) as f32 * inv_freq.load_nc(i);
         let (sin, cos) = sin_cos(angle);
         let (a, b) = rotate(x.load(from + 2 * i), x.load(from + 2 * i + 1), sin, cos);
         out.store(to + i, a);

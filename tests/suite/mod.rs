@@ -186,6 +186,7 @@ pub fn rows<B>(buf: &B, at: At) -> Rows<'_, B> {
 
 pub fn rows_mut<B>(buf: &mut B, at: At) -> RowsMut<'_, B> {
     RowsMut {
+        moves: false,
         buf,
         offset: at.offset,
         stride: at.stride,

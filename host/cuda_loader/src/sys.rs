@@ -157,6 +157,8 @@ pub const HOST_ALLOC_DEVICE_MAP: c_uint = 2;
 pub const HOST_ALLOC_WRITE_COMBINED: c_uint = 4;
 /// `CUstreamCaptureMode`: forbids this thread what would break a capture.
 pub const CAPTURE_THREAD_LOCAL: c_int = 1;
+/// `CUstreamCaptureMode`: any call is allowed while a stream is captured.
+pub const CAPTURE_RELAXED: c_int = 2;
 /// `CUctx_flags`: a wait blocks instead of spinning.
 pub const CONTEXT_BLOCKING_SYNC: c_uint = 4;
 

@@ -43,6 +43,9 @@ pub struct RowsMut<'a, B> {
     pub offset: usize,
     /// Elements from row to row.
     pub stride: usize,
+    /// Whether the rows are those of the tokens' positions, as a cache has them, so that a recorded
+    /// pass ([`Backend::record`]) writes others each time. Row 0 is at `first`.
+    pub moves: bool,
 }
 
 /// Rows of `stride` elements from the start of `buf`.
@@ -60,6 +63,7 @@ pub fn rows_mut<B>(buf: &mut B, stride: usize) -> RowsMut<'_, B> {
         buf,
         offset: 0,
         stride,
+        moves: false,
     }
 }
 
@@ -193,6 +197,8 @@ pub trait Backend: Sized {
     type Buf<T: Pod>;
     /// One layer's routed experts, placed.
     type Experts;
+    /// Operators that were recorded.
+    type Recording;
     /// What goes wrong here: out of memory, a lost device, a kernel's fault.
     type Error: std::error::Error + Send + Sync + 'static;
 
@@ -406,6 +412,37 @@ pub trait Backend: Sized {
         tokens: usize,
         out: RowsMut<'_, Self::Buf<f32>>,
     ) -> Result<(), Self::Error>;
+
+    /// Whether [`Backend::experts`] of these is done without the host, so that it can be recorded.
+    fn recordable(&self, _experts: &Self::Experts) -> bool {
+        false
+    }
+
+    /// Records what `pass` asks for, operators of one token at position `first`, to be done by
+    /// [`Backend::repeat`] at any position in `first..end`; nothing is done now. `pass` neither reads nor
+    /// writes. `None`, and `pass` may not have been called, where that cannot be recorded.
+    fn record(
+        &self,
+        _first: usize,
+        _end: usize,
+        _pass: &mut dyn FnMut() -> Result<(), Self::Error>,
+    ) -> Result<Option<Self::Recording>, Self::Error> {
+        Ok(None)
+    }
+
+    /// Does what was recorded, for the token at `position`.
+    ///
+    /// # Safety
+    /// `position` is one that it was recorded for, and every buffer that the recorded operators used
+    /// still exists.
+    unsafe fn repeat(
+        &self,
+        recording: &Self::Recording,
+        position: usize,
+    ) -> Result<(), Self::Error>;
+
+    /// Counts `selections` of experts whose operator a recording did.
+    fn chosen_again(&self, _experts: &Self::Experts, _selections: usize) {}
 }
 
 /// One layer's routed experts, in ascending order of their ids, on the way to a back end.
@@ -432,6 +469,9 @@ pub struct TieredLayer<'a> {
     pub number: u32,
     /// Where each expert goes.
     pub tiers: &'a [Tier],
+    /// Number of the device that each goes to, among those of the back end; empty: all to the first.
+    /// Others than the first take experts into their memory alone.
+    pub devices: &'a [u8],
     /// Records that device memory has room for beside those that stay.
     pub staged: usize,
     /// Whether loading reads through the page cache, which then holds all of the archive.

@@ -508,7 +508,9 @@ pub fn open_placed<D: crate::backend::kernels::Device + Clone + 'static>(
         calibration = Some(rates.clone());
         let planned = request.plan(dir, &config, archive, rates, free)?;
         let staged = placement::staged(config.router.top_k);
-        let Some((source, direct)) = source.tiered(planned.plan.tiers.clone(), staged)? else {
+        let Some((source, direct)) =
+            source.tiered(planned.plan.tiers.clone(), Vec::new(), staged)?
+        else {
             return Err(EngineError::NoTiers { device: "cuda" });
         };
         let bytes = bytes_to_load(dir, &config, &source)?;

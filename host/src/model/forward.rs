@@ -7,6 +7,7 @@
 use super::config::{INNER_EPS, LayerKind};
 use super::matrix::Matrix;
 use super::mtp;
+use super::step::Steps;
 use super::weights::{Attention, Ffn, Indexer, Latent, Layer, Mlp, Model, Moe};
 use crate::backend::{Attend, Backend, LoadExperts, Rows, RowsMut, TraceLayer, rows, rows_mut};
 
@@ -59,10 +60,12 @@ pub(super) struct Scratch<B: Backend> {
 
 /// One sequence of tokens on a model.
 pub struct Session<B: Backend> {
-    caches: Vec<Cache<B>>,
+    /// Recorded passes, which use what follows.
+    pub(super) steps: Option<Steps<B>>,
+    pub(super) caches: Vec<Cache<B>>,
     pub(super) scratch: Scratch<B>,
     pub(super) mtp: Option<mtp::State<B>>,
-    capacity: usize,
+    pub(super) capacity: usize,
     chunk: usize,
     pub(super) position: usize,
 }
@@ -76,6 +79,11 @@ impl<B: Backend> Session<B> {
     /// Tokens that it has room for.
     pub fn capacity(&self) -> usize {
         self.capacity
+    }
+
+    /// Launches that its last token took where it was recorded, else none.
+    pub fn recordings(&self) -> usize {
+        self.steps.as_ref().map_or(0, Steps::len)
     }
 
     /// Forgets all tokens.
@@ -155,6 +163,7 @@ impl<B: LoadExperts> Model<B> {
             logits: b.alloc(logits * c.vocab)?,
         };
         Ok(Session {
+            steps: None,
             caches,
             scratch,
             mtp,
@@ -217,15 +226,24 @@ impl<B: LoadExperts> Model<B> {
             let last = i + 1 == batches;
             let trace = if last { trace.take() } else { None };
             self.catch_up(session, batch[0])?;
-            self.batch(session, batch, trace)?;
-            self.hold(session, batch)?;
             let tokens = match wanted {
                 Wanted::All => batch.len(),
                 Wanted::Last if last => 1,
                 Wanted::Tail(n) if last => n,
                 _ => 0,
             };
-            self.head(session, batch.len(), tokens, &mut logits)?;
+            let stepped = match (batch, &trace) {
+                ([id], None) if tokens == 1 => self.step(session, *id)?,
+                _ => false,
+            };
+            if !stepped {
+                self.batch(session, batch, trace)?;
+                self.head(&mut session.scratch, batch.len(), tokens)?;
+            }
+            self.hold(session, batch)?;
+            let at = logits.len();
+            logits.resize(at + tokens * self.config.vocab, 0.0);
+            (self.backend).read(&session.scratch.logits, 0, &mut logits[at..])?;
             session.position += batch.len();
             if let Some(usage) = self.usage.borrow_mut().as_mut() {
                 usage.add_tokens(batch.len() as f64);
@@ -243,8 +261,9 @@ impl<B: LoadExperts> Model<B> {
     ) -> Result<(), B::Error> {
         let (b, c) = (&self.backend, &self.config);
         let (first, tokens) = (session.position, ids.len());
+        b.write(&mut session.scratch.ids, 0, ids)?;
         let s = &mut session.scratch;
-        self.embed(s, ids)?;
+        self.embed(s, tokens)?;
         for (l, (layer, cache)) in self.layers.iter().zip(&mut session.caches).enumerate() {
             if let Some(trace) = trace.as_deref_mut() {
                 let mut x = vec![0.0; c.hidden];
@@ -269,18 +288,16 @@ impl<B: LoadExperts> Model<B> {
         Ok(())
     }
 
-    /// `x` becomes the tokens' embeddings.
-    pub(super) fn embed(&self, s: &mut Scratch<B>, ids: &[u32]) -> Result<(), B::Error> {
-        let (b, c, tokens) = (&self.backend, &self.config, ids.len());
-        b.write(&mut s.ids, 0, ids)?;
-        b.embed(
+    /// The tokens' embeddings to the scratch's `x`.
+    pub(super) fn embed(&self, s: &mut Scratch<B>, tokens: usize) -> Result<(), B::Error> {
+        let hidden = self.config.hidden;
+        self.backend.embed(
             self.embedding.weight(),
             &s.ids,
-            c.hidden,
+            hidden,
             tokens,
-            rows_mut(&mut s.x, c.hidden),
-        )?;
-        Ok(())
+            rows_mut(&mut s.x, hidden),
+        )
     }
 
     /// Layer `l` of the hidden states `x` of `tokens` tokens from position `first` on.
@@ -293,9 +310,24 @@ impl<B: LoadExperts> Model<B> {
         first: usize,
         tokens: usize,
     ) -> Result<(), B::Error> {
-        let c = &self.config;
+        self.before_experts(l, layer, cache, s, first, tokens)?;
+        self.experts(l, layer, s, first, tokens)?;
+        self.after_experts(layer, s, tokens)
+    }
+
+    /// A layer up to the choice of experts; all of it where it has none.
+    pub(super) fn before_experts(
+        &self,
+        l: usize,
+        layer: &Layer<B>,
+        cache: &mut Cache<B>,
+        s: &mut Scratch<B>,
+        first: usize,
+        tokens: usize,
+    ) -> Result<(), B::Error> {
+        let (b, c) = (&self.backend, &self.config);
         self.attention(layer, cache, s, first, tokens)?;
-        self.backend.rms_norm(
+        b.rms_norm(
             rows(&s.x, c.hidden),
             &layer.post_norm,
             c.eps,
@@ -312,11 +344,62 @@ impl<B: LoadExperts> Model<B> {
                 &mut s.x,
                 tokens,
             ),
-            Mlp::Sparse(moe) => {
-                self.moe(l, moe, s, first, tokens)?;
-                self.count(l, s, first, tokens)
-            }
+            Mlp::Sparse(moe) => self.route(l, moe, s, first, tokens),
         }
+    }
+
+    /// A layer's routed experts, if it has any.
+    pub(super) fn experts(
+        &self,
+        l: usize,
+        layer: &Layer<B>,
+        s: &mut Scratch<B>,
+        first: usize,
+        tokens: usize,
+    ) -> Result<(), B::Error> {
+        let Mlp::Sparse(moe) = &layer.mlp else {
+            return Ok(());
+        };
+        let hidden = self.config.hidden;
+        self.backend.experts(
+            &moe.experts,
+            rows(&s.normed, hidden),
+            &s.expert_ids,
+            &s.expert_weights,
+            self.config.router.top_k,
+            tokens,
+            rows_mut(&mut s.expert_out, hidden),
+        )?;
+        self.count(l, s, first, tokens)
+    }
+
+    /// What a layer does behind its routed experts.
+    pub(super) fn after_experts(
+        &self,
+        layer: &Layer<B>,
+        s: &mut Scratch<B>,
+        tokens: usize,
+    ) -> Result<(), B::Error> {
+        let Mlp::Sparse(moe) = &layer.mlp else {
+            return Ok(());
+        };
+        let hidden = self.config.hidden;
+        if let Some(shared) = &moe.shared {
+            self.ffn(
+                shared,
+                &s.normed,
+                &mut s.gate_up,
+                &mut s.activated,
+                &mut s.expert_out,
+                tokens,
+            )?;
+        }
+        self.backend.add(
+            rows(&s.expert_out, hidden),
+            hidden,
+            tokens,
+            rows_mut(&mut s.x, hidden),
+        )
     }
 
     /// `matrix * x`, plus what was there where `add`; rows of a matrix of several pieces go beside one
@@ -336,6 +419,7 @@ impl<B: LoadExperts> Model<B> {
                 buf: &mut *out.buf,
                 offset,
                 stride: out.stride,
+                moves: false,
             };
             let weight = part.weight();
             self.backend.linear(x, weight, *n, cols, tokens, add, out)?;
@@ -435,6 +519,7 @@ impl<B: LoadExperts> Model<B> {
                 buf: &mut s.q_absorbed,
                 offset: mla.latent,
                 stride: mla.heads * width,
+                moves: false,
             },
             width,
         )?;
@@ -448,6 +533,7 @@ impl<B: LoadExperts> Model<B> {
                 buf: &mut *latent,
                 offset: first * width,
                 stride: width,
+                moves: true,
             },
         )?;
         b.rope(
@@ -463,6 +549,7 @@ impl<B: LoadExperts> Model<B> {
                 buf: &mut *latent,
                 offset: first * width + mla.latent,
                 stride: width,
+                moves: true,
             },
             mla.rope,
         )?;
@@ -546,6 +633,7 @@ impl<B: LoadExperts> Model<B> {
                 buf: keys,
                 offset: first * index.dim,
                 stride: index.dim,
+                moves: true,
             },
             index.dim,
         )?;
@@ -654,8 +742,8 @@ impl<B: LoadExperts> Model<B> {
         self.config.sparse_layers().take_while(|s| *s < l).count()
     }
 
-    /// `x += routed experts + shared expert`, of the normed hidden states.
-    fn moe(
+    /// The experts of the normed hidden states, and their weights: the router's, or a trace's.
+    fn route(
         &self,
         l: usize,
         moe: &Moe<B>,
@@ -682,7 +770,7 @@ impl<B: LoadExperts> Model<B> {
                 tokens,
                 ids,
                 weights,
-            )?,
+            ),
             Some(replay) => {
                 let trace = TraceLayer {
                     chosen: &replay.chosen,
@@ -691,48 +779,22 @@ impl<B: LoadExperts> Model<B> {
                     layers: self.sparse_index(self.layers.len()),
                     layer: self.sparse_index(l),
                 };
-                b.replay(trace, router.top_k, first, tokens, ids, weights)?;
+                b.replay(trace, router.top_k, first, tokens, ids, weights)
             }
         }
-        b.experts(
-            &moe.experts,
-            rows(&s.normed, c.hidden),
-            &s.expert_ids,
-            &s.expert_weights,
-            router.top_k,
-            tokens,
-            rows_mut(&mut s.expert_out, c.hidden),
-        )?;
-        if let Some(shared) = &moe.shared {
-            self.ffn(
-                shared,
-                &s.normed,
-                &mut s.gate_up,
-                &mut s.activated,
-                &mut s.expert_out,
-                tokens,
-            )?;
-        }
-        b.add(
-            rows(&s.expert_out, c.hidden),
-            c.hidden,
-            tokens,
-            rows_mut(&mut s.x, c.hidden),
-        )
     }
 
-    /// Appends the logits of the batch's last `wanted` tokens to `out`.
-    fn head(
+    /// The logits of the batch's last `wanted` tokens.
+    pub(super) fn head(
         &self,
-        session: &mut Session<B>,
+        s: &mut Scratch<B>,
         tokens: usize,
         wanted: usize,
-        out: &mut Vec<f32>,
     ) -> Result<(), B::Error> {
         if wanted == 0 {
             return Ok(());
         }
-        let (b, c, s) = (&self.backend, &self.config, &mut session.scratch);
+        let (b, c) = (&self.backend, &self.config);
         b.rms_norm(
             Rows {
                 buf: &s.x,
@@ -745,16 +807,11 @@ impl<B: LoadExperts> Model<B> {
             wanted,
             rows_mut(&mut s.normed, c.hidden),
         )?;
-        self.logits(s, wanted, out)
+        self.logits(s, wanted)
     }
 
-    /// Appends the logits of the first `tokens` normed hidden states to `out`.
-    pub(super) fn logits(
-        &self,
-        s: &mut Scratch<B>,
-        tokens: usize,
-        out: &mut Vec<f32>,
-    ) -> Result<(), B::Error> {
+    /// The logits of the first `tokens` normed hidden states.
+    pub(super) fn logits(&self, s: &mut Scratch<B>, tokens: usize) -> Result<(), B::Error> {
         let c = &self.config;
         self.backend.linear(
             rows(&s.normed, c.hidden),
@@ -764,10 +821,7 @@ impl<B: LoadExperts> Model<B> {
             tokens,
             false,
             rows_mut(&mut s.logits, c.vocab),
-        )?;
-        let at = out.len();
-        out.resize(at + tokens * c.vocab, 0.0);
-        self.backend.read(&s.logits, 0, &mut out[at..])
+        )
     }
 }
 

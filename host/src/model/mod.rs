@@ -10,6 +10,7 @@ mod forward;
 mod matrix;
 pub mod mtp;
 pub mod shards;
+mod step;
 pub mod tensors;
 pub(crate) mod weights;
 

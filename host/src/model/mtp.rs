@@ -203,6 +203,7 @@ impl<B: LoadExperts> Model<B> {
             buf: input,
             offset: c.hidden,
             stride: 2 * c.hidden,
+            moves: false,
         };
         let from = rows(from, c.hidden);
         let weight = &mtp.hidden_norm;
@@ -222,7 +223,8 @@ impl<B: LoadExperts> Model<B> {
         };
         let (b, c, s) = (&self.backend, &self.config, &mut session.scratch);
         let tokens = following.len();
-        self.embed(s, following)?;
+        self.backend.write(&mut s.ids, 0, following)?;
+        self.embed(s, following.len())?;
         b.rms_norm(
             rows(&s.x, c.hidden),
             &mtp.embedding_norm,
@@ -274,8 +276,9 @@ impl<B: LoadExperts> Model<B> {
             };
             let out = rows_mut(&mut s.normed, c.hidden);
             (self.backend).rms_norm(last, &mtp.norm, c.eps, c.hidden, 1, out)?;
-            of.clear();
-            self.logits(s, 1, &mut of)?;
+            self.logits(s, 1)?;
+            of.resize(c.vocab, 0.0);
+            self.backend.read(&s.logits, 0, &mut of)?;
             let draft = greedy(&of);
             if let Some(logits) = logits.as_deref_mut() {
                 logits.extend_from_slice(&of);

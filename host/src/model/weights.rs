@@ -3,6 +3,7 @@
 use std::cell::RefCell;
 use std::path::Path;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use rayon::prelude::*;
 
@@ -38,6 +39,7 @@ pub struct Tiered {
     archive: Archive,
     file: Arc<DirectFile>,
     tiers: Vec<Vec<placement::Tier>>,
+    devices: Vec<Vec<u8>>,
     staged: usize,
     cached: bool,
 }
@@ -86,21 +88,31 @@ impl Source {
     }
 
     /// The same experts in several tiers: `tiers` of each expert of each layer with experts, in
-    /// order; a layer past those is never loaded. Whether what is read later goes past the page
-    /// cache. `None` where there is no archive or the numbers are not its own.
+    /// order, and the numbers of their devices, or nothing for the first; a layer past those is never
+    /// loaded. Whether what is read later goes past the page cache. `None` where there is no archive
+    /// or the numbers are not its own.
     pub fn tiered(
         self,
         mut tiers: Vec<Vec<placement::Tier>>,
+        mut devices: Vec<Vec<u8>>,
         staged: usize,
     ) -> Result<Option<(Self, bool)>, ModelError> {
         let Source::Coded(archive) = self else {
             return Ok(None);
         };
         let experts = archive.experts();
-        if tiers.len() + 1 == archive.layers().len() {
+        let layers = archive.layers().len();
+        if tiers.len() + 1 == layers {
             tiers.push(vec![placement::Tier::DiskAns; experts]);
         }
-        if tiers.len() != archive.layers().len() || tiers.iter().any(|t| t.len() != experts) {
+        if devices.len() + 1 == layers {
+            devices.push(vec![0; experts]);
+        }
+        let mut lengths = (tiers.iter().map(Vec::len)).chain(devices.iter().map(Vec::len));
+        if tiers.len() != layers
+            || !devices.is_empty() && devices.len() != layers
+            || lengths.any(|n| n != experts)
+        {
             return Ok(None);
         }
         let file = DirectFile::open(archive.path())
@@ -112,6 +124,7 @@ impl Source {
             file: Arc::new(file),
             archive,
             tiers,
+            devices,
             staged,
         };
         Ok(Some((Self::Tiered(tiered), direct)))
@@ -372,6 +385,8 @@ impl Columns {
 
 /// A model whose weights are on back end `B`.
 pub struct Model<B: LoadExperts> {
+    /// Different for every model of the process.
+    pub(super) id: u64,
     pub(super) backend: B,
     pub(super) config: Config,
     pub(super) columns: Columns,
@@ -399,6 +414,9 @@ pub(super) struct Replay<B: LoadExperts> {
     pub given: B::Buf<f32>,
     pub tokens: usize,
 }
+
+/// Number of the next model.
+static NEXT: AtomicU64 = AtomicU64::new(0);
 
 /// A tensor's name within layer `l`.
 pub(super) fn at(l: usize, name: &str) -> String {
@@ -577,6 +595,7 @@ impl<'a, B: LoadExperts> Loader<'a, B> {
                 file: &t.file,
                 number: l as u32,
                 tiers: &t.tiers[index],
+                devices: t.devices.get(index).map_or(&[], Vec::as_slice),
                 staged: t.staged,
                 cached: t.cached,
             };
@@ -749,6 +768,7 @@ impl<B: LoadExperts> Model<B> {
             usage: RefCell::new(None),
             trace: RefCell::new(None),
             replay: None,
+            id: NEXT.fetch_add(1, Ordering::Relaxed),
         })
     }
 
@@ -786,6 +806,8 @@ impl<B: LoadExperts> Model<B> {
             given: self.backend.upload(&trace.weights)?,
             tokens: trace.tokens,
         });
+        // What was recorded before asks the routers.
+        self.id = NEXT.fetch_add(1, Ordering::Relaxed);
         Ok(())
     }
 

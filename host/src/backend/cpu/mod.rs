@@ -20,6 +20,7 @@ use bytemuck::{Pod, Zeroable};
 use dense::{Attending, Block, Positions};
 use gpu::arith::{self, ATTENTION_CHUNK};
 use rayon::prelude::*;
+use std::convert::Infallible;
 use std::marker::PhantomData;
 use std::ops::{Deref, DerefMut};
 
@@ -246,7 +247,12 @@ fn map_rows(
 impl Backend for Cpu {
     type Buf<T: Pod> = Buf<T>;
     type Experts = Experts;
+    type Recording = Infallible;
     type Error = CpuError;
+
+    unsafe fn repeat(&self, recording: &Infallible, _position: usize) -> Result<(), CpuError> {
+        match *recording {}
+    }
 
     fn describe(&self) -> String {
         format!(

@@ -6,13 +6,17 @@
 //! - `cuFuncSetAttribute` (dynamic shared memory over 48 KiB) and the device attribute that limits it:
 //!   not there;
 //! - `cuLaunchKernel`: only behind a macro whose arguments must implement `cust`'s own trait;
-//! - `cuLaunchKernelEx`: not there;
+//! - `cuLaunchKernelEx`, `cuMemcpyPeerAsync`, the capture of streams: not there;
 //! - `cuModuleLoadDataEx`, once more after `cust`'s has failed, for the compiler's log: no option for it.
+
+mod pool;
+mod recording;
+mod staging;
 
 use std::collections::BTreeMap;
 use std::ffi::{CStr, c_void};
 use std::ptr::null_mut;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use cuda_loader::sys::{self, LaunchAttribute, LaunchConfig, function_attribute, jit_option};
 use cuda_loader::{DriverError, check};
@@ -28,9 +32,12 @@ use cust::memory::{
 use cust::module::Module;
 use cust::stream::{Stream, StreamWaitEventFlags};
 
-use super::device::{ALIGNMENT, Device, DeviceError, DeviceLimits, DeviceMemory, Launch};
+use super::device::{Device, DeviceError, DeviceLimits, DeviceMemory, Launch};
 use super::device::{check_launch, check_range};
 use super::table::{KernelFn, KernelId};
+use pool::{Pool, pool_size};
+pub use recording::CudaRecording;
+use staging::Staging;
 
 /// PTX for compute capability 8.0 and later, and for 9.0 and later; NUL at the end.
 const PTX_SM_80: &str = concat!(include_str!(env!("ANSATZ_PTX_SM_80")), "\0");
@@ -71,8 +78,10 @@ pub struct CudaDevice {
 struct Inner {
     info: CudaInfo,
     limits: DeviceLimits,
-    /// Addresses of free memory by size.
-    pool: Mutex<BTreeMap<usize, Vec<u64>>>,
+    pool: Mutex<Pool>,
+    staging: Mutex<Staging>,
+    /// Devices whose memory kernels of this one were allowed to use, or not.
+    peers: Mutex<BTreeMap<u32, bool>>,
     /// By [`KernelId`]; of `module`, whatever the lifetime says.
     functions: Vec<Function<'static>>,
     /// Launches of several threads go to it in some order.
@@ -85,14 +94,6 @@ struct Inner {
     #[expect(dead_code, reason = "owned for the functions")]
     module: Module,
     context: Context,
-}
-
-/// Size that a request takes from the pool: eight steps to each power of two, so that sizes that
-/// differ a little share, at an eighth or 2 MiB more at most.
-fn pool_size(bytes: usize) -> usize {
-    let bytes = bytes.max(ALIGNMENT);
-    let step = (bytes.next_power_of_two() / 16).clamp(ALIGNMENT, 2 << 20);
-    bytes.next_multiple_of(step)
 }
 
 impl Inner {
@@ -121,16 +122,35 @@ impl Inner {
             .map_err(|e| self.error("cuStreamWaitEvent", e))
     }
 
-    fn pool(&self) -> std::sync::MutexGuard<'_, BTreeMap<usize, Vec<u64>>> {
+    fn pool(&self) -> MutexGuard<'_, Pool> {
         // What a panic could leave behind is a list without an address that was taken: no harm.
         self.pool.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    fn staging(&self) -> MutexGuard<'_, Staging> {
+        // What a panic could leave behind is room counted as used: no harm.
+        self.staging.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Refuses what cannot be recorded.
+    fn only_now(&self, operation: &'static str) -> Result<(), DeviceError> {
+        match self.pool().records() {
+            false => Ok(()),
+            true => Err(DeviceError::Recording {
+                device: self.info.to_string(),
+                operation,
+            }),
+        }
+    }
+
     /// Gives the pool's memory back to the driver.
     fn trim(&self) -> Result<(), DeviceError> {
-        let free = std::mem::take(&mut *self.pool());
-        self.synchronize()?;
-        for address in free.into_values().flatten() {
+        let mut pool = self.pool();
+        // Recording began with a wait, and nothing has been done since.
+        if !pool.records() {
+            self.synchronize()?;
+        }
+        for address in pool.drain() {
             // SAFETY: allocated by `cuda_malloc`, in nobody's hands, and the stream is done with it.
             unsafe { cuda_free(DevicePointer::<u8>::from_raw(address)) }
                 .map_err(|e| self.error("cuMemFree", e))?;
@@ -144,6 +164,7 @@ impl Drop for Inner {
         // Nothing can be done about failures here: the process is about to lose the device anyway.
         let _ = self.enter();
         let _ = self.trim();
+        self.staging().free();
     }
 }
 
@@ -220,6 +241,8 @@ impl CudaDevice {
                 info,
                 limits,
                 pool: Mutex::default(),
+                staging: Mutex::default(),
+                peers: Mutex::default(),
                 functions,
                 stream,
                 copies,
@@ -238,7 +261,7 @@ impl CudaDevice {
     /// Bytes free in the driver and in the pool.
     pub fn free_bytes(&self) -> Result<u64, DeviceError> {
         self.inner.enter()?;
-        let pooled: usize = self.inner.pool().iter().map(|(s, v)| s * v.len()).sum();
+        let pooled = self.inner.pool().bytes();
         let (free, _) = mem_get_info().map_err(|e| self.inner.error("cuMemGetInfo", e))?;
         Ok((free + pooled) as u64)
     }
@@ -508,10 +531,7 @@ impl DeviceMemory for CudaMemory {
 impl Drop for CudaMemory {
     fn drop(&mut self) {
         // Whoever takes it next uses it behind, in the one stream.
-        let mut pool = self.device.pool();
-        pool.entry(pool_size(self.size))
-            .or_default()
-            .push(self.address);
+        (self.device.pool()).give(pool_size(self.size), self.address);
     }
 }
 
@@ -538,6 +558,7 @@ impl Drop for CudaEvent {
 impl Device for CudaDevice {
     type Memory = CudaMemory;
     type Event = CudaEvent;
+    type Recording = CudaRecording;
 
     fn describe(&self) -> String {
         self.inner.info.to_string()
@@ -550,7 +571,7 @@ impl Device for CudaDevice {
     fn allocate(&self, bytes: usize) -> Result<CudaMemory, DeviceError> {
         let inner = &self.inner;
         let take = pool_size(bytes);
-        let pooled = inner.pool().get_mut(&take).and_then(Vec::pop);
+        let pooled = inner.pool().take(take);
         let address = match pooled {
             Some(address) => address,
             None => {
@@ -632,15 +653,19 @@ impl Device for CudaDevice {
             return Ok(());
         }
         let inner = &self.inner;
+        inner.only_now("an upload")?;
         inner.enter()?;
-        // SAFETY: both ranges are live, the host's until the copy is done: waited for below.
-        unsafe {
-            memory
-                .range(offset, data.len())
-                .async_copy_from(data, &inner.stream)
+        let mut staging = inner.staging();
+        let pinned = staging.up(data, || inner.synchronize())?;
+        let mut to = memory.range(offset, data.len());
+        // SAFETY: both ranges are live. What was pinned stays as it is until the stream has been waited
+        // for; else that is done below.
+        unsafe { to.async_copy_from(pinned.unwrap_or(data), &inner.stream) }
+            .map_err(|e| inner.error("cuMemcpyHtoDAsync", e))?;
+        match pinned {
+            Some(_) => Ok(()),
+            None => inner.synchronize(),
         }
-        .map_err(|e| inner.error("cuMemcpyHtoDAsync", e))?;
-        inner.synchronize()
     }
 
     fn download(
@@ -654,15 +679,24 @@ impl Device for CudaDevice {
             return Ok(());
         }
         let inner = &self.inner;
+        inner.only_now("a download")?;
         inner.enter()?;
-        // SAFETY: both ranges are live, the host's until the copy is done: waited for below.
-        unsafe {
-            memory
-                .range(offset, out.len())
-                .async_copy_to(out, &inner.stream)
+        let mut staging = inner.staging();
+        let from = memory.range(offset, out.len());
+        let get = |to: &mut [u8]| {
+            // SAFETY: both ranges are live, the host's until the copy is done: waited for below.
+            unsafe { from.async_copy_to(to, &inner.stream) }
+                .map_err(|e| inner.error("cuMemcpyDtoHAsync", e))?;
+            inner.synchronize()
+        };
+        match staging.down(out.len()) {
+            None => get(out),
+            Some(pinned) => {
+                get(pinned)?;
+                out.copy_from_slice(pinned);
+                Ok(())
+            }
         }
-        .map_err(|e| inner.error("cuMemcpyDtoHAsync", e))?;
-        inner.synchronize()
     }
 
     fn allocate_host(&self, bytes: usize) -> Result<CudaHost, DeviceError> {
@@ -795,42 +829,113 @@ impl Device for CudaDevice {
     }
 
     fn synchronize(&self) -> Result<(), DeviceError> {
+        self.inner.only_now("a wait")?;
         self.inner.enter()?;
         self.inner.synchronize()
+    }
+
+    fn set_word(&self, memory: &CudaMemory, offset: usize, value: u32) -> Result<(), DeviceError> {
+        check_range("set", offset, 4, memory.size)?;
+        let inner = &self.inner;
+        inner.enter()?;
+        let (address, stream) = (memory.address + offset as u64, inner.stream.as_inner());
+        // SAFETY: in live memory, and whatever uses it next does in the same stream.
+        check(unsafe { sys::cuMemsetD32Async(address, value, 1, stream.cast()) })
+            .map_err(|e| driver_error(&inner.info.to_string(), "cuMemsetD32Async", e))
+    }
+
+    fn reaches(&self, other: &Self) -> bool {
+        let (inner, ordinal) = (&self.inner, other.inner.info.ordinal);
+        if inner.info.ordinal == ordinal {
+            return true;
+        }
+        let mut peers = inner.peers.lock().unwrap_or_else(PoisonError::into_inner);
+        *peers.entry(ordinal).or_insert_with(|| {
+            let reached = allow_access(inner, &other.inner);
+            if !reached {
+                tracing::warn!(
+                    "{} cannot use memory of {}: what they exchange is copied, by way of the host \
+                     where the driver has no other",
+                    inner.info,
+                    other.inner.info
+                );
+            }
+            reached
+        })
+    }
+
+    fn wait_for(&self, other: &Self) -> Result<(), DeviceError> {
+        let (inner, other) = (&self.inner, &other.inner);
+        // An event is of the context of the stream that it is recorded in.
+        other.order(&other.stream, &inner.stream)
+    }
+
+    unsafe fn copy_from(
+        &self,
+        owner: &Self,
+        (from, start): (&CudaMemory, usize),
+        (to, offset): (&CudaMemory, usize),
+        bytes: usize,
+    ) -> Result<(), DeviceError> {
+        check_range("copy", start, bytes, from.size)?;
+        check_range("copy", offset, bytes, to.size)?;
+        if bytes == 0 {
+            return Ok(());
+        }
+        let (inner, owner) = (&self.inner, &owner.inner);
+        inner.enter()?;
+        // SAFETY: both ranges lie in live memory of these contexts; order is the caller's promise.
+        check(unsafe {
+            sys::cuMemcpyPeerAsync(
+                to.address + offset as u64,
+                inner.context.as_raw().cast(),
+                from.address + start as u64,
+                owner.context.as_raw().cast(),
+                bytes,
+                inner.stream.as_inner().cast(),
+            )
+        })
+        .map_err(|e| driver_error(&inner.info.to_string(), "cuMemcpyPeerAsync", e))
+    }
+
+    fn begin_recording(devices: &[&Self]) -> Result<bool, DeviceError> {
+        let inner: Vec<&Arc<Inner>> = devices.iter().map(|d| &d.inner).collect();
+        recording::begin(&inner)
+    }
+
+    fn end_recording(devices: &[&Self]) -> Result<CudaRecording, DeviceError> {
+        let inner: Vec<&Arc<Inner>> = devices.iter().map(|d| &d.inner).collect();
+        recording::end(&inner)
+    }
+
+    unsafe fn replay(&self, recording: &CudaRecording) -> Result<(), DeviceError> {
+        self.inner.only_now("a replay")?;
+        // SAFETY: passed on to the caller.
+        unsafe { recording::replay(&self.inner, recording) }
+    }
+}
+
+/// Set to `off`, devices do not use each other's memory, for tests of what is done then.
+const PEER_ACCESS: &str = "ANSATZ_PEER_ACCESS";
+
+/// Lets kernels of `inner` use memory of `other`, if the driver does.
+fn allow_access(inner: &Inner, other: &Inner) -> bool {
+    if std::env::var_os(PEER_ACCESS).is_some_and(|v| v == "off") || inner.enter().is_err() {
+        return false;
+    }
+    const ALREADY: u32 = 704;
+    // SAFETY: live contexts; this one is current.
+    let code = unsafe { sys::cuCtxEnablePeerAccess(other.context.as_raw().cast(), 0) };
+    match check(code) {
+        Ok(()) => true,
+        Err(e) => e.code == ALREADY,
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use super::super::device::ALIGNMENT;
     use super::*;
-
-    #[test]
-    fn pool_sizes_waste_little() {
-        for bytes in [
-            0,
-            1,
-            255,
-            256,
-            257,
-            4000,
-            4096,
-            4097,
-            1 << 20,
-            (1 << 20) + 1,
-            3 << 30,
-        ] {
-            let size = pool_size(bytes);
-            assert!(
-                size >= bytes.max(1) && size.is_multiple_of(ALIGNMENT),
-                "{bytes}"
-            );
-            assert!(
-                size <= bytes + bytes / 8 + ALIGNMENT,
-                "{bytes} takes {size}"
-            );
-            assert_eq!(pool_size(size), size);
-        }
-    }
 
     #[test]
     fn without_a_driver_the_error_names_the_remedy() {

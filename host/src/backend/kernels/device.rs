@@ -95,15 +95,23 @@ pub enum DeviceError {
         /// Bytes of the buffer.
         size: usize,
     },
+    /// Something that cannot be recorded.
+    #[error("{device}: {operation} while launches are recorded")]
+    Recording {
+        /// The device.
+        device: String,
+        /// What was asked for.
+        operation: &'static str,
+    },
     /// The emulator found a fault in a kernel.
     #[error("emulator: {0}")]
     Emulator(#[from] EmulatorError),
 }
 
 /// Memory on a device; given back when dropped, in the device's order.
-pub trait DeviceMemory {
+pub trait DeviceMemory: Send + Sync {
     /// Host memory that the device copies from by itself, 4 KiB aligned where that is pinned.
-    type Host: std::ops::DerefMut<Target = [u8]>;
+    type Host: std::ops::DerefMut<Target = [u8]> + Send + Sync;
 
     /// Device address, a multiple of [`ALIGNMENT`].
     fn address(&self) -> u64;
@@ -184,11 +192,13 @@ pub(super) fn check_launch(
 }
 
 /// A device that runs the kernels of `gpu`.
-pub trait Device {
+pub trait Device: Send + Sync {
     /// Memory of it.
     type Memory: DeviceMemory;
     /// A point in its stream.
     type Event;
+    /// Launches that run again as one.
+    type Recording;
 
     /// For people: `cuda:0 NVIDIA H200`, `emulator`.
     fn describe(&self) -> String;
@@ -268,4 +278,47 @@ pub trait Device {
 
     /// Waits for everything given so far.
     fn synchronize(&self) -> Result<(), DeviceError>;
+
+    /// Sets the u32 at byte `offset` to `value`, in the stream; the caller does not wait.
+    fn set_word(&self, memory: &Self::Memory, offset: usize, value: u32)
+    -> Result<(), DeviceError>;
+
+    /// Whether kernels of this device may use memory of `other`.
+    fn reaches(&self, other: &Self) -> bool;
+
+    /// What follows in the stream waits for what `other` was given so far.
+    fn wait_for(&self, other: &Self) -> Result<(), DeviceError>;
+
+    /// Copies `bytes` bytes from memory of `owner` to memory of this device, in this device's stream.
+    ///
+    /// # Safety
+    /// `from` is memory of `owner`, and nothing writes those bytes from what this stream waits for until
+    /// what follows in it has been waited for.
+    unsafe fn copy_from(
+        &self,
+        owner: &Self,
+        from: (&Self::Memory, usize),
+        to: (&Self::Memory, usize),
+        bytes: usize,
+    ) -> Result<(), DeviceError>;
+
+    /// Begins to record what `devices` are given in place of doing it, the first of them and those that
+    /// wait for it; false where this kind of device cannot. Meanwhile nothing is uploaded, downloaded or
+    /// waited for by the host.
+    fn begin_recording(devices: &[&Self]) -> Result<bool, DeviceError>
+    where
+        Self: Sized;
+
+    /// Ends that. Memory that was given back since the beginning is the recording's, for as long as it
+    /// lives. To be called also where recording has failed.
+    fn end_recording(devices: &[&Self]) -> Result<Self::Recording, DeviceError>
+    where
+        Self: Sized;
+
+    /// Does what was recorded with this device as the first.
+    ///
+    /// # Safety
+    /// What was promised of the launches recorded still holds: all memory that they use, but that which
+    /// was given back while recording, is live.
+    unsafe fn replay(&self, recording: &Self::Recording) -> Result<(), DeviceError>;
 }

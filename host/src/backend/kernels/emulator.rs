@@ -1,5 +1,6 @@
 //! The emulator as a device: every thread of a kernel a coroutine on the CPU, every access checked.
 
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 use cuda_std::emulator::{Grid, Memory, launch};
@@ -12,6 +13,62 @@ use super::table::KernelFn;
 #[derive(Clone, Debug)]
 pub struct EmulatedDevice {
     limits: DeviceLimits,
+    /// What is recorded at the moment.
+    tape: Slot,
+}
+
+type Step = Box<dyn Fn() -> Result<(), DeviceError> + Send>;
+
+/// What several devices were given since recording began, in order.
+#[derive(Default)]
+pub struct Tape {
+    steps: Vec<Step>,
+    kept: Vec<Arc<Memory<u8>>>,
+}
+
+/// Where a device's tape goes, and the tape that devices share.
+#[derive(Clone, Default)]
+struct Slot(Arc<Mutex<Option<Arc<Mutex<Tape>>>>>);
+
+impl std::fmt::Debug for Slot {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Slot")
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Slot {
+    fn tape(&self) -> Option<Arc<Mutex<Tape>>> {
+        lock(&self.0).clone()
+    }
+
+    /// Does a step, or records it.
+    fn step(
+        &self,
+        step: impl Fn() -> Result<(), DeviceError> + Send + 'static,
+    ) -> Result<(), DeviceError> {
+        match self.tape() {
+            None => step(),
+            Some(tape) => {
+                lock(&tape).steps.push(Box::new(step));
+                Ok(())
+            }
+        }
+    }
+
+    /// Refuses what cannot be recorded.
+    fn only_now(&self, operation: &'static str) -> Result<(), DeviceError> {
+        match self.tape() {
+            None => Ok(()),
+            Some(_) => Err(DeviceError::Recording {
+                device: "emulator".into(),
+                operation,
+            }),
+        }
+    }
 }
 
 impl EmulatedDevice {
@@ -29,7 +86,10 @@ impl EmulatedDevice {
 
     /// A device of the given properties.
     pub fn new(limits: DeviceLimits) -> Self {
-        Self { limits }
+        Self {
+            limits,
+            tape: Slot::default(),
+        }
     }
 }
 
@@ -40,10 +100,18 @@ impl Default for EmulatedDevice {
 }
 
 /// Emulated memory, uninitialised until written.
-#[derive(Debug)]
 pub struct EmulatedMemory {
-    bytes: Memory<u8>,
+    bytes: Arc<Memory<u8>>,
     size: usize,
+    tape: Slot,
+}
+
+impl Drop for EmulatedMemory {
+    fn drop(&mut self) {
+        if let Some(tape) = self.tape.tape() {
+            lock(&tape).kept.push(self.bytes.clone());
+        }
+    }
 }
 
 impl DeviceMemory for EmulatedMemory {
@@ -61,6 +129,7 @@ impl DeviceMemory for EmulatedMemory {
 impl Device for EmulatedDevice {
     type Memory = EmulatedMemory;
     type Event = Instant;
+    type Recording = Tape;
 
     fn describe(&self) -> String {
         "emulator".into()
@@ -72,8 +141,9 @@ impl Device for EmulatedDevice {
 
     fn allocate(&self, bytes: usize) -> Result<EmulatedMemory, DeviceError> {
         Ok(EmulatedMemory {
-            bytes: Memory::uninit(bytes.max(1)),
+            bytes: Arc::new(Memory::uninit(bytes.max(1))),
             size: bytes,
+            tape: self.tape.clone(),
         })
     }
 
@@ -85,8 +155,11 @@ impl Device for EmulatedDevice {
         value: u8,
     ) -> Result<(), DeviceError> {
         check_range("fill", offset, bytes, memory.size)?;
-        memory.bytes.write(offset, &vec![value; bytes]);
-        Ok(())
+        let to = memory.bytes.clone();
+        self.tape.step(move || {
+            to.write(offset, &vec![value; bytes]);
+            Ok(())
+        })
     }
 
     fn copy(
@@ -97,10 +170,13 @@ impl Device for EmulatedDevice {
     ) -> Result<(), DeviceError> {
         check_range("copy", start, bytes, from.size)?;
         check_range("copy", offset, bytes, to.size)?;
-        let mut data = vec![0; bytes];
-        self.download(from, start, &mut data)?;
-        to.bytes.write(offset, &data);
-        Ok(())
+        let (from, to) = (from.bytes.clone(), to.bytes.clone());
+        self.tape.step(move || {
+            let mut data = vec![0; bytes];
+            from.read(start, &mut data);
+            to.write(offset, &data);
+            Ok(())
+        })
     }
 
     fn upload(
@@ -110,6 +186,7 @@ impl Device for EmulatedDevice {
         data: &[u8],
     ) -> Result<(), DeviceError> {
         check_range("upload", offset, data.len(), memory.size)?;
+        self.tape.only_now("an upload")?;
         memory.bytes.write(offset, data);
         Ok(())
     }
@@ -121,6 +198,7 @@ impl Device for EmulatedDevice {
         out: &mut [u8],
     ) -> Result<(), DeviceError> {
         check_range("download", offset, out.len(), memory.size)?;
+        self.tape.only_now("a download")?;
         memory.bytes.read(offset, out);
         Ok(())
     }
@@ -152,18 +230,20 @@ impl Device for EmulatedDevice {
             return Ok(());
         }
         let [x, y, z] = config.grid;
-        let kernel = || {
-            // SAFETY: an emulator launch; the views are checked access by access.
-            unsafe { K::call(args) }
-        };
-        launch(
-            K::ID.name(),
-            Grid { x, y, z },
-            config.threads,
-            config.shared,
-            kernel,
-        )?;
-        Ok(())
+        self.tape.step(move || {
+            let kernel = || {
+                // SAFETY: an emulator launch; the views are checked access by access.
+                unsafe { K::call(args) }
+            };
+            launch(
+                K::ID.name(),
+                Grid { x, y, z },
+                config.threads,
+                config.shared,
+                kernel,
+            )?;
+            Ok(())
+        })
     }
 
     fn event(&self) -> Result<Instant, DeviceError> {
@@ -176,5 +256,57 @@ impl Device for EmulatedDevice {
 
     fn synchronize(&self) -> Result<(), DeviceError> {
         Ok(())
+    }
+
+    fn set_word(
+        &self,
+        memory: &EmulatedMemory,
+        offset: usize,
+        value: u32,
+    ) -> Result<(), DeviceError> {
+        check_range("set", offset, 4, memory.size)?;
+        let to = memory.bytes.clone();
+        self.tape.step(move || {
+            to.write(offset, &value.to_ne_bytes());
+            Ok(())
+        })
+    }
+
+    fn reaches(&self, _other: &Self) -> bool {
+        true
+    }
+
+    fn wait_for(&self, _other: &Self) -> Result<(), DeviceError> {
+        Ok(())
+    }
+
+    unsafe fn copy_from(
+        &self,
+        _owner: &Self,
+        from: (&EmulatedMemory, usize),
+        to: (&EmulatedMemory, usize),
+        bytes: usize,
+    ) -> Result<(), DeviceError> {
+        self.copy(from, to, bytes)
+    }
+
+    fn begin_recording(devices: &[&Self]) -> Result<bool, DeviceError> {
+        let tape = Arc::new(Mutex::new(Tape::default()));
+        for device in devices {
+            *lock(&device.tape.0) = Some(tape.clone());
+        }
+        Ok(true)
+    }
+
+    fn end_recording(devices: &[&Self]) -> Result<Tape, DeviceError> {
+        let tapes = devices.iter().filter_map(|d| lock(&d.tape.0).take());
+        // All are the same.
+        let tape = tapes.last();
+        Ok(tape.map_or_else(Tape::default, |t| std::mem::take(&mut *lock(&t))))
+    }
+
+    unsafe fn replay(&self, recording: &Tape) -> Result<(), DeviceError> {
+        self.tape.only_now("a replay")?;
+        recording.steps.iter().try_for_each(|step| step())
     }
 }

@@ -3,6 +3,7 @@
 //! Nothing comes back to the host within a layer: assignments are grouped on the device, and the
 //! matmuls read there how many experts are active.
 
+mod peers;
 mod tiers;
 mod timed;
 
@@ -24,6 +25,7 @@ use crate::backend::{Backend, LayerExperts, LoadExperts, Rows, RowsMut, TieredLa
 use crate::codec::{Codec, ScaleFormat, Table};
 use crate::expert::{ExpertShape, Form, MatrixKind, ScaleKind};
 use crate::placement::Used;
+use peers::Chosen;
 
 /// Bytes of scratch that unfused decoding fills before it multiplies, at most (but one expert).
 const DECODED: usize = 512 << 20;
@@ -81,8 +83,12 @@ pub struct Experts<M: DeviceMemory> {
     descs: Buffer<MatrixDesc, M>,
     classes: [Class<M>; 2],
     bytes: usize,
-    /// Where the experts are that are not here.
+    /// Where the experts are that are not in this device's memory.
     tiers: Option<tiers::Tiers<M>>,
+    /// u32 `[experts]`, as `group_experts` takes it, where some are on other devices.
+    places: Option<Buffer<u32, M>>,
+    /// Those of each of the other devices that has any.
+    peers: Vec<Option<Experts<M>>>,
 }
 
 impl<M: DeviceMemory> Experts<M> {
@@ -99,6 +105,18 @@ impl<M: DeviceMemory> Experts<M> {
     /// Bytes that they take in device memory.
     pub fn bytes(&self) -> usize {
         self.bytes
+    }
+
+    /// Whether nothing of them needs the host.
+    pub(super) fn recordable(&self) -> bool {
+        self.tiers.as_ref().is_none_or(|t| t.resident())
+    }
+
+    /// Counts selections of experts that are all in device memory.
+    pub(super) fn count(&self, selections: usize) {
+        if let Some(tiers) = &self.tiers {
+            tiers.count(selections);
+        }
     }
 
     /// `grouped` where scales are grouped.
@@ -263,6 +281,8 @@ impl<D: Device> KernelBackend<D> {
             descs: self.upload(&descs)?,
             classes,
             tiers: None,
+            places: None,
+            peers: Vec::new(),
         })
     }
 
@@ -289,13 +309,32 @@ impl<D: Device> KernelBackend<D> {
         if let Some(tiers) = &experts.tiers {
             // What layers were loaded through is not needed any more.
             self.drop_waves();
-            if !tiers.resident(tokens * top_k) {
-                return self.run_tiers(experts, tiers, x, ids, weights, top_k, tokens, out);
+            if !tiers.resident() {
+                let done = self.run_tiers(experts, tiers, x, ids, weights, top_k, tokens, out);
+                return self.settle(done);
+            }
+            if !self.records() {
+                tiers.count(tokens * top_k);
             }
         }
+        let done = self.run_resident(experts, x, ids, weights, top_k, tokens, out);
+        self.settle(done)
+    }
+
+    /// The same where all experts are in memory of devices.
+    #[allow(clippy::too_many_arguments)]
+    fn run_resident(
+        &self,
+        experts: &Experts<D::Memory>,
+        x: Rows<'_, Buffer<f32, D::Memory>>,
+        ids: &Buffer<u32, D::Memory>,
+        weights: &Buffer<f32, D::Memory>,
+        top_k: usize,
+        tokens: usize,
+        out: RowsMut<'_, Buffer<f32, D::Memory>>,
+    ) -> Result<()> {
         let hidden = experts.shape.hidden;
-        let [gate_up, down] = &experts.classes;
-        let x = input("experts: x", x, tokens, hidden)?;
+        let view = input("experts: x", x, tokens, hidden)?;
         let to = output("experts: out", &out, tokens, hidden)?;
         ids.from("experts: ids", 0, tokens * top_k)?;
         weights.from("experts: weights", 0, tokens * top_k)?;
@@ -303,27 +342,57 @@ impl<D: Device> KernelBackend<D> {
         for start in (0..tokens).step_by(at_once) {
             let n = at_once.min(tokens - start);
             let slots = n * top_k;
-            let slot_ids = ids.from("experts: ids", start * top_k, slots)?;
-            // In this order: the matmuls read what `group` writes before they wait for `quantise`.
-            let grouped = self.group(experts, slot_ids, n, top_k)?;
-            let groups = &grouped.groups;
-            let quantised = self.quantise(x.skip(start), n, hidden)?;
-            let inner = self.scratch::<u32>(slots * gate_up.partials(experts.form))?;
-            let operands = Operands::gate_up(&quantised, groups, &inner);
-            self.matmuls(experts, gate_up, groups, operands)?;
-            let h = self.activate(experts, groups, &quantised, &inner)?;
-            let outer = self.scratch::<u32>(slots * down.partials(experts.form))?;
-            self.matmuls(experts, down, groups, Operands::down(&h, &outer))?;
+            let chosen = Chosen {
+                x,
+                view: view.skip(start),
+                ids,
+                id_slice: ids.from("experts: ids", start * top_k, slots)?,
+                start,
+                tokens: n,
+                top_k,
+            };
+            let abroad = match experts.peers.is_empty() {
+                true => None,
+                false => Some(self.start_peers(experts, &chosen, 0)?),
+            };
+            let own = self.own(experts, chosen.view, chosen.id_slice, n, top_k)?;
+            if let Some(abroad) = &abroad {
+                self.join_peers(experts, abroad)?;
+            }
             let sum = Sum {
                 weights: weights.from("experts: weights", start * top_k, slots)?,
-                given: Slice::EMPTY,
+                given: abroad.as_ref().map_or(Slice::EMPTY, |a| a.given()),
                 out: to.skip(start),
                 tokens: n,
                 top_k,
             };
-            self.combine(experts, groups, &h, &outer, sum)?;
+            self.combine(experts, &own.grouped.groups, &own.h, &own.outer, sum)?;
         }
         Ok(())
+    }
+
+    /// All but the sum, for `n` tokens, of those experts that are here.
+    fn own(
+        &self,
+        experts: &Experts<D::Memory>,
+        x: View,
+        ids: Slice,
+        n: usize,
+        top_k: usize,
+    ) -> Result<Own<D::Memory>> {
+        let [gate_up, down] = &experts.classes;
+        let slots = n * top_k;
+        // In this order: the matmuls read what `group` writes before they wait for `quantise`.
+        let grouped = self.group(experts, ids, n, top_k)?;
+        let groups = &grouped.groups;
+        let quantised = self.quantise(x, n, experts.shape.hidden)?;
+        let inner = self.scratch::<u32>(slots * gate_up.partials(experts.form))?;
+        let operands = Operands::gate_up(&quantised, groups, &inner);
+        self.matmuls(experts, gate_up, groups, operands)?;
+        let h = self.activate(experts, groups, &quantised, &inner)?;
+        let outer = self.scratch::<u32>(slots * down.partials(experts.form))?;
+        self.matmuls(experts, down, groups, Operands::down(&h, &outer))?;
+        Ok(Own { grouped, h, outer })
     }
 
     /// Gate and up to the input of down.
@@ -431,6 +500,7 @@ impl<D: Device> KernelBackend<D> {
             slot_token: groups.slot_token,
             slot_expert: groups.slot_expert,
             slot_of: groups.slot_of,
+            places: experts.places.as_ref().map_or(Slice::EMPTY, Buffer::slice),
             tokens: word("tokens", tokens)?,
             k: word("experts a token", top_k)?,
             experts: word("experts", experts.experts)?,
@@ -751,6 +821,13 @@ struct Quantised<M> {
     sums: Buffer<i32, M>,
 }
 
+/// What experts make of their tokens, before it is added up.
+struct Own<M> {
+    grouped: Grouped<M>,
+    h: Quantised<M>,
+    outer: Buffer<u32, M>,
+}
+
 /// Assignments on the device, as `group_experts` leaves them.
 #[derive(Clone, Copy)]
 struct Groups {
@@ -861,7 +938,7 @@ impl<D: Device> LoadExperts for KernelBackend<D> {
         shape: ExpertShape,
         form: Form,
     ) -> Result<Option<Experts<D::Memory>>> {
-        self.place_tiers(layer, shape, form).map(Some)
+        self.place_layer(layer, shape, form).map(Some)
     }
 
     fn used(&self, experts: &Experts<D::Memory>) -> Used {

@@ -20,6 +20,8 @@ pub struct Faults {
     pub granule: usize,
     /// The number, from 1, of the copy beside the stream that fails.
     pub failing_copy: Option<u64>,
+    /// Whether devices cannot use each other's memory.
+    pub apart: bool,
     /// Time that a copy beside the stream takes for each MiB.
     pub copy_time: Duration,
 }
@@ -37,6 +39,8 @@ pub struct Done {
     pub copies: AtomicU64,
     /// Their bytes.
     pub copied: AtomicU64,
+    /// Bytes copied from other devices.
+    pub across: AtomicU64,
 }
 
 /// See the module.
@@ -126,6 +130,7 @@ impl<M: DeviceMemory> DeviceMemory for MockMemory<M> {
 impl<D: Device> Device for MockDevice<D> {
     type Memory = MockMemory<D::Memory>;
     type Event = D::Event;
+    type Recording = D::Recording;
 
     fn describe(&self) -> String {
         format!("mock of {}", self.inner.describe())
@@ -254,5 +259,50 @@ impl<D: Device> Device for MockDevice<D> {
 
     fn synchronize(&self) -> Result<(), DeviceError> {
         self.inner.synchronize()
+    }
+
+    fn set_word(
+        &self,
+        memory: &Self::Memory,
+        offset: usize,
+        value: u32,
+    ) -> Result<(), DeviceError> {
+        self.inner.set_word(&memory.inner, offset, value)
+    }
+
+    fn reaches(&self, other: &Self) -> bool {
+        !self.faults.apart && self.inner.reaches(&other.inner)
+    }
+
+    fn wait_for(&self, other: &Self) -> Result<(), DeviceError> {
+        self.inner.wait_for(&other.inner)
+    }
+
+    unsafe fn copy_from(
+        &self,
+        owner: &Self,
+        (from, start): (&Self::Memory, usize),
+        (to, offset): (&Self::Memory, usize),
+        bytes: usize,
+    ) -> Result<(), DeviceError> {
+        self.done.across.fetch_add(bytes as u64, Relaxed);
+        let (from, to) = ((&from.inner, start), (&to.inner, offset));
+        // SAFETY: passed on to the caller.
+        unsafe { self.inner.copy_from(&owner.inner, from, to, bytes) }
+    }
+
+    fn begin_recording(devices: &[&Self]) -> Result<bool, DeviceError> {
+        let inner: Vec<&D> = devices.iter().map(|d| &d.inner).collect();
+        D::begin_recording(&inner)
+    }
+
+    fn end_recording(devices: &[&Self]) -> Result<Self::Recording, DeviceError> {
+        let inner: Vec<&D> = devices.iter().map(|d| &d.inner).collect();
+        D::end_recording(&inner)
+    }
+
+    unsafe fn replay(&self, recording: &Self::Recording) -> Result<(), DeviceError> {
+        // SAFETY: passed on to the caller.
+        unsafe { self.inner.replay(recording) }
     }
 }

@@ -1,7 +1,8 @@
 //! The operators of a forward pass as launches.
 
 use std::marker::PhantomData;
-use std::sync::{Arc, Mutex};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use bytemuck::Pod;
 use cuda_std::mem::Slice;
@@ -224,23 +225,115 @@ pub struct KernelBackend<D: Device> {
     stage: Mutex<Option<Arc<Stage<D::Memory>>>>,
     /// What experts are loaded through, between layers.
     waves: Mutex<Option<[<D::Memory as DeviceMemory>::Host; 2]>>,
+    /// Other devices, which have experts alone.
+    peers: Vec<KernelBackend<D>>,
+    /// u32 `[1]`: position of the token of a recorded pass.
+    position: Buffer<u32, D::Memory>,
+    /// What positions the pass is for that is recorded at the moment.
+    span: Mutex<Option<Span>>,
+    /// Whether a recording has failed, after which none is tried.
+    refused: AtomicBool,
+}
+
+/// Positions of a recorded pass.
+#[derive(Clone, Copy)]
+struct Span {
+    /// That of its token while it is recorded.
+    first: usize,
+    /// Past the last that it will run at.
+    end: usize,
+}
+
+/// Where the tokens of a launch are: what `gpu::position` adds up.
+struct At {
+    word: Slice,
+    first: u32,
+    /// Positions seen by the last token at most.
+    seen: usize,
 }
 
 impl<D: Device> KernelBackend<D> {
     /// A back end over `device`.
     pub fn new(device: D) -> Result<Self> {
-        let memory = device.allocate(4)?;
-        device.fill(&memory, 0, 4, 0)?;
-        Ok(Self {
-            device,
-            faults: Buffer {
+        Self::over(device, Vec::new())
+    }
+
+    /// A back end over `device`, with `others` for experts.
+    pub fn over(device: D, others: Vec<D>) -> Result<Self> {
+        let word = || -> Result<_> {
+            let memory = device.allocate(4)?;
+            device.fill(&memory, 0, 4, 0)?;
+            Ok(Buffer {
                 memory,
                 len: 1,
                 kind: PhantomData,
-            },
+            })
+        };
+        let (faults, position) = (word()?, word()?);
+        Ok(Self {
+            faults,
+            position,
             stage: Mutex::default(),
             waves: Mutex::default(),
+            peers: others.into_iter().map(Self::new).collect::<Result<_>>()?,
+            span: Mutex::default(),
+            refused: AtomicBool::new(false),
+            device,
         })
+    }
+
+    /// The other devices.
+    pub(super) fn peers(&self) -> &[Self] {
+        &self.peers
+    }
+
+    /// Whether launches are recorded.
+    pub(super) fn records(&self) -> bool {
+        self.span().is_some()
+    }
+
+    fn span(&self) -> Option<Span> {
+        *self.span.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Where `tokens` tokens from position `first` on are.
+    fn at(&self, first: usize, tokens: usize) -> Result<At> {
+        Ok(match self.span() {
+            None => At {
+                word: Slice::EMPTY,
+                first: word("position", first)?,
+                seen: first + tokens,
+            },
+            Some(span) => At {
+                word: self.position.slice(),
+                first: (first as u32).wrapping_sub(span.first as u32),
+                seen: span.end,
+            },
+        })
+    }
+
+    /// What a launch writes to `out`, and whether it adds the position's rows to that.
+    fn moving<M: DeviceMemory>(
+        &self,
+        what: &'static str,
+        out: &RowsMut<'_, Buffer<f32, M>>,
+        rows: usize,
+        cols: usize,
+    ) -> Result<(View, Slice)> {
+        match self.span().filter(|_| out.moves) {
+            None => Ok((output(what, out, rows, cols)?, Slice::EMPTY)),
+            Some(span) => {
+                let offset = out.offset.checked_sub(span.first * out.stride);
+                let offset = offset.ok_or(KernelError::Dimension {
+                    what,
+                    found: out.offset,
+                    expected: "the row of the position",
+                })?;
+                let rows = span.end - 1 + rows;
+                let to = view(what, out.buf, (offset, out.stride), rows, cols)?;
+                Ok((to, self.position.slice()))
+            }
+        }
     }
 
     /// The device.
@@ -291,6 +384,7 @@ impl<D: Device> KernelBackend<D> {
 impl<D: Device> Backend for KernelBackend<D> {
     type Buf<T: Pod> = Buffer<T, D::Memory>;
     type Experts = Experts<D::Memory>;
+    type Recording = D::Recording;
     type Error = KernelError;
 
     fn describe(&self) -> String {
@@ -329,7 +423,13 @@ impl<D: Device> Backend for KernelBackend<D> {
             0,
             bytemuck::cast_slice_mut(&mut faults),
         )?;
-        match faults[0] {
+        let mut jobs = faults[0];
+        for peer in &self.peers {
+            let word = bytemuck::cast_slice_mut(&mut faults);
+            (peer.device).download(&peer.faults.memory, 0, word)?;
+            jobs += faults[0];
+        }
+        match jobs {
             0 => Ok(()),
             jobs => Err(KernelError::Corrupt { jobs }),
         }
@@ -356,12 +456,13 @@ impl<D: Device> Backend for KernelBackend<D> {
         out: RowsMut<'_, Self::Buf<f32>>,
     ) -> Result<()> {
         let from = input("rms_norm: x", x, tokens, cols)?;
-        let to = output("rms_norm: out", &out, tokens, cols)?;
+        let (to, at) = self.moving("rms_norm: out", &out, tokens, cols)?;
         let args = gpu::norm::NormArgs {
             x: from.slice,
             weight: weight.from("rms_norm: weight", 0, cols)?,
             bias: Slice::EMPTY,
             out: to.slice,
+            at,
             x_stride: from.stride,
             out_stride: to.stride,
             cols: word("columns", cols)?,
@@ -388,6 +489,7 @@ impl<D: Device> Backend for KernelBackend<D> {
             weight: weight.from("layer_norm: weight", 0, cols)?,
             bias: bias.from("layer_norm: bias", 0, cols)?,
             out: to.slice,
+            at: Slice::EMPTY,
             x_stride: from.stride,
             out_stride: to.stride,
             cols: word("columns", cols)?,
@@ -457,8 +559,9 @@ impl<D: Device> Backend for KernelBackend<D> {
         }
         let row = |head: usize| heads.saturating_sub(1) * head + rope + pass;
         let from = input("rope: x", x, tokens, row(x_head))?;
-        let to = output("rope: out", &out, tokens, row(out_head))?;
-        word("positions", first + tokens)?;
+        let (to, moving) = self.moving("rope: out", &out, tokens, row(out_head))?;
+        let at = self.at(first, tokens)?;
+        word("positions", at.seen)?;
         let args = gpu::rope::RopeArgs {
             x: from.slice,
             inv_freq: inv_freq.from("rope: inv_freq", 0, rope / 2)?,
@@ -470,7 +573,10 @@ impl<D: Device> Backend for KernelBackend<D> {
             heads: word("heads", heads)?,
             rope: word("rope", rope)?,
             pass: word("pass", pass)?,
-            first: word("position", first)?,
+            at: at.word,
+            first: at.first,
+            moves: (moving.len > 0) as u32,
+            reserved: 0,
         };
         let threads = gpu::rope::THREADS;
         let items = heads * (rope / 2 + pass);
@@ -502,7 +608,8 @@ impl<D: Device> Backend for KernelBackend<D> {
         let width = mla.latent + mla.rope;
         let q = input("attention: q", q, tokens, mla.heads * width)?;
         let to = output("attention: out", &out, tokens, mla.heads * mla.latent)?;
-        let seen = first + tokens;
+        let at = self.at(first, tokens)?;
+        let seen = at.seen;
         let cache = cache.from("attention: cache", 0, seen * width)?;
         let (lists, top_k) = match attend {
             Attend::Causal => (None, 0),
@@ -542,7 +649,8 @@ impl<D: Device> Backend for KernelBackend<D> {
                 q_stride: q.stride,
                 out_stride: to.stride,
                 top_k: word("listed positions", top_k)?,
-                first: word("position", first + start)?,
+                at: at.word,
+                first: at.first.wrapping_add(start as u32),
                 heads: word("heads", mla.heads)?,
                 latent: word("latent", mla.latent)?,
                 rope: word("rope", mla.rope)?,
@@ -583,7 +691,8 @@ impl<D: Device> Backend for KernelBackend<D> {
         if index.top_k == 0 {
             return Ok(());
         }
-        let seen = first + tokens;
+        let at = self.at(first, tokens)?;
+        let seen = at.seen;
         let q = input("index: q", q, tokens, index.heads * index.dim)?;
         let weights = input("index: weights", weights, tokens, index.heads)?;
         let keys = keys.from("index: keys", 0, seen * index.dim)?;
@@ -608,12 +717,14 @@ impl<D: Device> Backend for KernelBackend<D> {
                 heads: word("heads", index.heads)?,
                 dim: word("index dimension", index.dim)?,
                 top_k: word("listed positions", index.top_k)?,
-                first: word("position", first + start)?,
+                at: at.word,
+                first: at.first.wrapping_add(start as u32),
                 weight_factor: index.weight_factor(),
                 dot_factor: index.dot_factor(),
                 vector: vector as u32,
             };
-            let last = first + start + n;
+            // Of a recorded pass the last position that it will run at.
+            let last = seen - tokens + start + n;
             if last > index.top_k {
                 let grid = [blocks(last, gpu::index::BLOCK_POSITIONS), n as u32, 1];
                 let launch = Launch::new(grid, gpu::index::SCORE_THREADS);
@@ -707,6 +818,7 @@ impl<D: Device> Backend for KernelBackend<D> {
                 expected: "at least 1",
             });
         }
+        let at = self.at(first, tokens)?;
         let (stride, n) = (trace.layers * top_k, tokens * top_k);
         word("elements of a trace", trace.rows * stride)?;
         let args = gpu::replay::ReplayArgs {
@@ -720,7 +832,8 @@ impl<D: Device> Backend for KernelBackend<D> {
             stride: word("elements of a row", stride)?,
             offset: word("layer", trace.layer * top_k)?,
             top_k: word("experts a token", top_k)?,
-            first: word("position", first)?,
+            at: at.word,
+            first: at.first,
             tokens: word("tokens", tokens)?,
         };
         let threads = gpu::replay::THREADS;
@@ -738,6 +851,53 @@ impl<D: Device> Backend for KernelBackend<D> {
         out: RowsMut<'_, Self::Buf<f32>>,
     ) -> Result<()> {
         self.run_experts(experts, x, ids, weights, top_k, tokens, out)
+    }
+
+    fn recordable(&self, experts: &Self::Experts) -> bool {
+        experts.recordable()
+    }
+
+    fn record(
+        &self,
+        first: usize,
+        end: usize,
+        pass: &mut dyn FnMut() -> Result<()>,
+    ) -> Result<Option<D::Recording>> {
+        if self.refused.load(Ordering::Relaxed) || end <= first {
+            return Ok(None);
+        }
+        let devices: Vec<&D> = std::iter::once(&self.device)
+            .chain(self.peers.iter().map(|p| &p.device))
+            .collect();
+        let refuse = |e: DeviceError| {
+            self.refused.store(true, Ordering::Relaxed);
+            tracing::warn!("launches cannot be recorded, so each is made by itself: {e}");
+        };
+        match D::begin_recording(&devices) {
+            Ok(true) => (),
+            Ok(false) => return Ok(None),
+            Err(e) => {
+                refuse(e);
+                return Ok(None);
+            }
+        }
+        *self.span.lock().unwrap_or_else(PoisonError::into_inner) = Some(Span { first, end });
+        let done = pass();
+        *self.span.lock().unwrap_or_else(PoisonError::into_inner) = None;
+        let recording = D::end_recording(&devices);
+        done?;
+        Ok(recording.map_err(refuse).ok())
+    }
+
+    unsafe fn repeat(&self, recording: &D::Recording, position: usize) -> Result<()> {
+        let position = word("position", position)?;
+        self.device.set_word(&self.position.memory, 0, position)?;
+        // SAFETY: passed on to the caller; what was given back while recording is the recording's.
+        Ok(unsafe { self.device.replay(recording) }?)
+    }
+
+    fn chosen_again(&self, experts: &Self::Experts, selections: usize) {
+        experts.count(selections);
     }
 
     fn add(

@@ -211,6 +211,7 @@ impl<B: LoadExperts> Model<B> {
                 buf: &mut s.q_absorbed,
                 offset: dim,
                 stride: heads * width,
+                moves: false,
             },
             width,
         )?;
@@ -249,6 +250,7 @@ impl<B: LoadExperts> Model<B> {
                     buf: &mut *cache,
                     offset: first * width + dim,
                     stride: width,
+                    moves: true,
                 },
                 dim,
             )?;
@@ -258,11 +260,25 @@ impl<B: LoadExperts> Model<B> {
                 c.hidden,
                 tokens,
                 false,
+                rows_mut(&mut s.projected, dim),
+            )?;
+            // A copy to the rows of the positions.
+            b.rope(
+                rows(&s.projected, dim),
+                dim,
+                1,
+                0,
+                dim,
+                &self.inv_freq,
+                first,
+                tokens,
                 RowsMut {
                     buf: &mut *cache,
                     offset: first * width,
                     stride: width,
+                    moves: true,
                 },
+                dim,
             )?;
             b.attention(
                 Rows {
@@ -279,6 +295,7 @@ impl<B: LoadExperts> Model<B> {
                     buf: &mut s.attended,
                     offset: h * group * dim,
                     stride: heads * dim,
+                    moves: false,
                 },
             )?;
         }

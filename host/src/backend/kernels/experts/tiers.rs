@@ -15,13 +15,12 @@ use cuda_std::mem::Slice;
 use gpu::abi::{self, MatrixDesc};
 use rayon::prelude::*;
 
+use super::peers::Chosen;
 use super::{Groups, Operands, Places, Quantised, Sum, drop_unused, record_descs, word};
 use crate::archive::Record;
 use crate::backend::cpu::{self, Cpu};
 use crate::backend::kernels::device::{ALIGNMENT, Device, DeviceMemory};
-use crate::backend::kernels::ops::{
-    Buffer, KernelBackend, KernelError, Result, View, input, output,
-};
+use crate::backend::kernels::ops::{Buffer, KernelBackend, KernelError, Result, input, output};
 use crate::backend::{Backend, LayerExperts, LoadExperts, Rows, RowsMut, TieredLayer};
 use crate::backend::{rows, rows_mut};
 use crate::expert::{ExpertShape, Form, MatrixKind, RawMatrix};
@@ -49,6 +48,8 @@ enum Place {
     Host(usize, Away),
     /// In the archive, from this byte on.
     Disk(u64, Away),
+    /// On another device, as `group_experts` numbers them.
+    Elsewhere(u32),
 }
 
 /// Where a layer's experts are.
@@ -73,19 +74,19 @@ impl<M: DeviceMemory> Tiers<M> {
         }
     }
 
-    /// Whether all experts are in device memory, so that nothing need be known of the `selections`
-    /// but how many they are, which is counted.
-    pub fn resident(&self, selections: usize) -> bool {
-        if self.stage.is_some() || self.cpu.is_some() {
-            return false;
-        }
+    /// Whether all experts are in memory of devices, so that the host need not know what was chosen.
+    pub fn resident(&self) -> bool {
+        self.stage.is_none() && self.cpu.is_none()
+    }
+
+    /// Counts selections of such a layer.
+    pub fn count(&self, selections: usize) {
         let first = self.tiers.first();
         let counter = match first {
             Some(t) if self.tiers.iter().all(|other| other == t) => &self.used[*t as usize],
             _ => &self.vram,
         };
         counter.fetch_add(selections as u64, Ordering::Relaxed);
-        true
     }
 
     fn place(&self, id: u32) -> Option<&Place> {
@@ -211,12 +212,14 @@ impl Sorted {
             by_expert.entry(*id).or_default().push(i);
         }
         let (mut resident, mut away, mut cpu) = (vec![], vec![], vec![]);
+        let mut elsewhere = vec![];
         for (id, assignments) in &by_expert {
             match tiers.place(*id) {
                 // No expert has this number: it adds nothing.
                 None => (),
                 Some(Place::Resident) => resident.push((*id, assignments)),
                 Some(Place::Cpu(_)) => cpu.push((*id, assignments)),
+                Some(Place::Elsewhere(place)) => elsewhere.push((*place, assignments)),
                 Some(Place::Host(..) | Place::Disk(..)) => away.push((*id, assignments)),
             }
         }
@@ -241,6 +244,12 @@ impl Sorted {
             for a in *assignments {
                 slot_of[*a] = (slots + on_cpu.len()) as u32;
                 on_cpu.push((a / top_k, *id));
+            }
+        }
+        let given = slots + on_cpu.len();
+        for (place, assignments) in elsewhere {
+            for a in assignments {
+                slot_of[*a] = (given + (place as usize - 1) * chosen.len() + a) as u32;
             }
         }
         let n_active = (active.len() / 4) as u32;
@@ -275,8 +284,9 @@ impl<D: Device> KernelBackend<D> {
         let view = input("experts: x", x, tokens, hidden)?;
         let to = output("experts: out", &out, tokens, hidden)?;
         weights.from("experts: weights", 0, tokens * top_k)?;
-        let mut chosen = vec![0; tokens * top_k];
-        self.read(ids, 0, &mut chosen)?;
+        ids.from("experts: ids", 0, tokens * top_k)?;
+        let mut chosen = vec![0u32; tokens * top_k];
+        (self.device()).download(ids.memory(), 0, bytemuck::cast_slice_mut(&mut chosen))?;
         let mut on_cpu = false;
         for id in &chosen {
             if let Some(place) = tiers.place(*id) {
@@ -301,7 +311,15 @@ impl<D: Device> KernelBackend<D> {
             let n = tiers.together(rest, top_k, at_once.min(tokens - start));
             let batch = Batch {
                 chosen: &rest[..n * top_k],
-                x: view.skip(start),
+                on_device: Chosen {
+                    x,
+                    view: view.skip(start),
+                    ids,
+                    id_slice: ids.from("experts: ids", start * top_k, n * top_k)?,
+                    start,
+                    tokens: n,
+                    top_k,
+                },
                 host_x: host_x.get(start * x.stride..).unwrap_or(&[]),
                 host_stride: x.stride,
                 sum: Sum {
@@ -322,7 +340,7 @@ impl<D: Device> KernelBackend<D> {
         &self,
         experts: &Experts<D::Memory>,
         tiers: &Tiers<D::Memory>,
-        mut batch: Batch<'_>,
+        mut batch: Batch<'_, D::Memory>,
     ) -> Result<()> {
         let (tokens, top_k) = (batch.sum.tokens, batch.sum.top_k);
         let [gate_up, down] = &experts.classes;
@@ -330,6 +348,11 @@ impl<D: Device> KernelBackend<D> {
         let (resident, active) = (sorted.resident, sorted.resident + sorted.away.len());
         // What is written comes before the launches: a write waits for those.
         let words = self.upload(&sorted.words)?;
+        let cpu_rows = sorted.on_cpu.len();
+        let abroad = match experts.peers.is_empty() {
+            true => None,
+            false => Some(self.start_peers(experts, &batch.on_device, cpu_rows)?),
+        };
         let groups = Groups::over(&words, active, tokens, sorted.slots, batch.chosen.len());
         let part = |range: Range<usize>| Groups {
             begin: range.start,
@@ -338,7 +361,7 @@ impl<D: Device> KernelBackend<D> {
         };
         let (h, outer) = if active > 0 {
             let waiting = self.fetch(experts, tiers, &sorted.away)?;
-            let x = self.quantise(batch.x, tokens, experts.shape.hidden)?;
+            let x = self.quantise(batch.on_device.view, tokens, experts.shape.hidden)?;
             let inner = self.scratch::<u32>(sorted.slots * gate_up.partials(experts.form))?;
             let of = part(0..resident);
             self.matmuls(experts, gate_up, &of, Operands::gate_up(&x, &of, &inner))?;
@@ -358,19 +381,27 @@ impl<D: Device> KernelBackend<D> {
             (nothing, self.scratch(0)?)
         };
         // Meanwhile the GPU works.
-        let given = match &tiers.cpu {
-            Some(_) if sorted.on_cpu.is_empty() => None,
-            None => None,
-            Some((cpu, on_cpu)) => Some(self.upload(&compute(
-                cpu,
-                on_cpu,
-                tiers,
-                &sorted.on_cpu,
-                &batch,
-                experts.shape.hidden,
-            )?)?),
+        let rows = match &tiers.cpu {
+            Some((cpu, on_cpu)) if cpu_rows > 0 => {
+                let hidden = experts.shape.hidden;
+                compute(cpu, on_cpu, tiers, &sorted.on_cpu, &batch, hidden)?
+            }
+            _ => Vec::new(),
         };
-        batch.sum.given = given.as_ref().map_or(Slice::EMPTY, Buffer::slice);
+        let given = match &abroad {
+            None => Some(self.upload(&rows)?),
+            Some(abroad) => {
+                let bytes = bytemuck::cast_slice(&rows);
+                self.device().upload(abroad.memory(), 0, bytes)?;
+                self.join_peers(experts, abroad)?;
+                None
+            }
+        };
+        batch.sum.given = match (&given, &abroad) {
+            (Some(given), _) => given.slice(),
+            (None, Some(abroad)) => abroad.given(),
+            (None, None) => Slice::EMPTY,
+        };
         self.combine(experts, &groups, &h, &outer, batch.sum)
     }
 
@@ -489,13 +520,53 @@ impl<D: Device> KernelBackend<D> {
         Ok(self.device().join()?)
     }
 
-    /// Places a layer's experts in their tiers.
-    pub(super) fn place_tiers(
+    /// Places a layer's experts in their tiers, on all devices at once.
+    pub(super) fn place_layer(
         &self,
         layer: &TieredLayer<'_>,
         shape: ExpertShape,
         form: Form,
     ) -> Result<Experts<D::Memory>> {
+        let (mut experts, peers) = std::thread::scope(|scope| -> Result<_> {
+            let others: Vec<_> = (self.peers().iter().enumerate())
+                .map(|(p, peer)| {
+                    let number = p as u8 + 1;
+                    let load = move || peer.place_tiers(layer, number, shape, form);
+                    let any = layer.devices.contains(&number);
+                    any.then(|| scope.spawn(load))
+                })
+                .collect();
+            let own = self.place_tiers(layer, 0, shape, form);
+            let join = |thread: std::thread::ScopedJoinHandle<'_, _>| match thread.join() {
+                Ok(done) => done,
+                Err(panic) => std::panic::resume_unwind(panic),
+            };
+            let others: Vec<Option<Result<_>>> = (others.into_iter())
+                .map(|thread| thread.map(join))
+                .collect();
+            let others: Vec<Option<_>> = (others.into_iter())
+                .map(Option::transpose)
+                .collect::<Result<_>>()?;
+            Ok((own?, others))
+        })?;
+        if peers.iter().any(Option::is_some) {
+            experts.peers = peers;
+        }
+        Ok(experts)
+    }
+
+    /// Places those of a layer's experts in their tiers that go to device `number`.
+    fn place_tiers(
+        &self,
+        layer: &TieredLayer<'_>,
+        number: u8,
+        shape: ExpertShape,
+        form: Form,
+    ) -> Result<Experts<D::Memory>> {
+        let device_of = |e: usize| layer.devices.get(e).copied().unwrap_or(0);
+        let here: Vec<usize> = (0..layer.tiers.len())
+            .filter(|e| device_of(*e) == number)
+            .collect();
         let records = layer.archive.layer(layer.number)?;
         let mut classes = self.coded_classes(&records, &shape)?;
         let raw_parts = || {
@@ -506,11 +577,12 @@ impl<D: Device> KernelBackend<D> {
         };
         // Where everything goes, before anything is read.
         let (mut device, mut host) = (Places::default(), Places::default());
-        let mut at = Vec::with_capacity(layer.tiers.len());
+        let mut at = vec![0; layer.tiers.len()];
         let (mut reads, mut away) = (false, false);
-        for (e, tier) in layer.tiers.iter().enumerate() {
+        for &e in &here {
+            let tier = &layer.tiers[e];
             let (_, bytes) = layer.archive.place_of(layer.number, e)?;
-            at.push(match tier {
+            at[e] = match tier {
                 Tier::VramHot => {
                     let at = device.bytes;
                     for (packed, scales) in raw_parts() {
@@ -522,7 +594,7 @@ impl<D: Device> KernelBackend<D> {
                 Tier::VramAns => device.take(bytes),
                 Tier::RamAns => host.take(bytes),
                 Tier::RamRaw | Tier::DiskAns => 0,
-            });
+            };
             away |= matches!(tier, Tier::RamAns | Tier::DiskAns);
             reads |= *tier == Tier::DiskAns;
         }
@@ -533,22 +605,23 @@ impl<D: Device> KernelBackend<D> {
         let memory = self.scratch::<u8>(device.bytes)?;
         let mut pinned = self.device().allocate_host(host.bytes)?;
         let mut descs = vec![MatrixDesc::default(); 3 * layer.tiers.len()];
-        let mut places = Vec::with_capacity(layer.tiers.len());
+        let mut places: Vec<Place> = (0..layer.tiers.len())
+            .map(|e| Place::Elsewhere(device_of(e).into()))
+            .collect();
         let mut on_cpu: Vec<[RawMatrix<'static>; 3]> = Vec::new();
-        let room = (0..layer.tiers.len())
-            .map(|e| Ok(layer.archive.place_of(layer.number, e)?.1))
+        let room = (here.iter())
+            .map(|&e| Ok(layer.archive.place_of(layer.number, e)?.1))
             .collect::<Result<Vec<usize>>>()?;
         let slot = read_slot(room.iter().copied().max().unwrap_or(0));
-        let wave = (WAVE / slot).clamp(1, layer.tiers.len().max(1));
+        let wave = (WAVE / slot).clamp(1, here.len().max(1));
         let mut waves = self.waves(wave * slot)?;
         let mut copying = false;
-        for (n, first) in (0..layer.tiers.len()).step_by(wave).enumerate() {
-            let these = first..(first + wave).min(layer.tiers.len());
+        for (n, these) in here.chunks(wave).enumerate() {
             // What was copied from this buffer two waves ago has been waited for one wave ago.
             let buffer = &mut waves[n % 2];
-            let read: Vec<Loaded<'_>> = (these.clone(), buffer.par_chunks_mut(slot))
+            let read: Vec<Loaded<'_>> = (these, buffer.par_chunks_mut(slot))
                 .into_par_iter()
-                .map(|(e, room)| load(layer, e, room))
+                .map(|(e, room)| load(layer, *e, room))
                 .collect::<Result<_>>()?;
             // The copies of the wave before end here, so that its buffer can be read into.
             if std::mem::take(&mut copying) {
@@ -558,14 +631,14 @@ impl<D: Device> KernelBackend<D> {
             self.device().fork()?;
             let (mut uploads, mut kept) = (Vec::new(), Vec::new());
             for (i, loaded) in read.into_iter().enumerate() {
-                let (e, record) = (first + i, loaded.record);
+                let (e, record) = (these[i], loaded.record);
                 let away = |classes: &mut _| -> Result<Away> {
                     Ok(Away {
                         bytes: record.bytes.len(),
                         descs: record_descs(&record, 0, &shape, e, classes)?,
                     })
                 };
-                places.push(match (layer.tiers[e], loaded.raw) {
+                places[e] = match (layer.tiers[e], loaded.raw) {
                     (Tier::VramHot, Some(raw)) => {
                         let own = &mut descs[3 * e..3 * e + 3];
                         self.upload_raw(&memory, at[e], &shape, &raw, own)?;
@@ -592,7 +665,7 @@ impl<D: Device> KernelBackend<D> {
                         uploads.push((at[e], from..from + record.bytes.len()));
                         Place::Resident
                     }
-                });
+                };
             }
             keep(&mut pinned, &kept);
             copying = !uploads.is_empty();
@@ -625,6 +698,16 @@ impl<D: Device> KernelBackend<D> {
         descs.resize(3 * (layer.tiers.len() + slots), MatrixDesc::default());
         let mut experts = self.place(shape, form, memory, descs, classes)?;
         experts.experts = layer.tiers.len();
+        if here.len() < layer.tiers.len() {
+            let place = |e| match (number, device_of(e)) {
+                (_, device) if device == number => 0,
+                (0, device) => u32::from(device),
+                // Their rows go to the first device.
+                _ => gpu::group::NOWHERE,
+            };
+            let all: Vec<u32> = (0..layer.tiers.len()).map(place).collect();
+            experts.places = Some(self.upload(&all)?);
+        }
         experts.tiers = Some(Tiers {
             number: layer.number,
             tiers: layer.tiers.to_vec(),
@@ -739,10 +822,11 @@ fn moved(mut desc: MatrixDesc, base: u64) -> MatrixDesc {
 }
 
 /// Tokens that go through a layer together.
-struct Batch<'a> {
+struct Batch<'a, M> {
     /// `[tokens, top_k]`.
     chosen: &'a [u32],
-    x: View,
+    /// The same on the device, and the input.
+    on_device: Chosen<'a, M>,
     /// The same on the host, where the CPU has experts.
     host_x: &'a [f32],
     host_stride: usize,
@@ -755,7 +839,7 @@ fn compute<M: DeviceMemory>(
     experts: &cpu::Experts,
     tiers: &Tiers<M>,
     slots: &[(usize, u32)],
-    batch: &Batch<'_>,
+    batch: &Batch<'_, M>,
     hidden: usize,
 ) -> Result<Vec<f32>> {
     let mut x = Vec::with_capacity(slots.len() * hidden);

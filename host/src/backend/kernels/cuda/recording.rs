@@ -1,0 +1,110 @@
+//! Launches recorded as a CUDA graph.
+
+use std::ptr::null_mut;
+use std::sync::Arc;
+
+use cuda_loader::{DriverError, check, sys};
+
+use super::pool::Sizes;
+use super::{Inner, driver_error};
+use crate::backend::kernels::device::DeviceError;
+
+/// An instantiated graph, and the memory that its launches share.
+pub struct CudaRecording {
+    exec: sys::GraphExec,
+    /// The first is the device that launches it.
+    memory: Vec<(Arc<Inner>, Sizes)>,
+}
+
+// SAFETY: the handle may be used from any thread, by one at a time: `replay` and `drop` are called with
+// the recording in hand.
+unsafe impl Send for CudaRecording {}
+
+/// Functions without which nothing is recorded.
+const NEEDED: [&str; 4] = [
+    "cuStreamBeginCapture_v2",
+    "cuStreamEndCapture",
+    "cuGraphInstantiateWithFlags",
+    "cuGraphLaunch",
+];
+
+fn failed(inner: &Inner, call: &str, error: DriverError) -> DeviceError {
+    driver_error(&inner.info.to_string(), call, error)
+}
+
+fn stream(inner: &Inner) -> sys::Stream {
+    inner.stream.as_inner().cast()
+}
+
+/// Begins to record the streams of `devices`, from the first.
+pub fn begin(devices: &[&Arc<Inner>]) -> Result<bool, DeviceError> {
+    let has_all = |d: &cuda_loader::Driver| NEEDED.iter().all(|f| !d.missing().contains(f));
+    let (Some(first), Ok(true)) = (devices.first(), cuda_loader::load().map(has_all)) else {
+        return Ok(false);
+    };
+    // What is recorded may take the pools' memory without waiting for anybody.
+    for device in devices {
+        device.enter()?;
+        device.synchronize()?;
+    }
+    first.enter()?;
+    // SAFETY: a live stream. Relaxed, since memory may be allocated meanwhile.
+    check(unsafe { sys::cuStreamBeginCapture_v2(stream(first), sys::CAPTURE_RELAXED) })
+        .map_err(|e| failed(first, "cuStreamBeginCapture", e))?;
+    devices.iter().for_each(|d| d.pool().begin_recording());
+    Ok(true)
+}
+
+/// Ends that.
+pub fn end(devices: &[&Arc<Inner>]) -> Result<CudaRecording, DeviceError> {
+    let memory: Vec<(Arc<Inner>, Sizes)> = (devices.iter())
+        .map(|d| ((*d).clone(), d.pool().end_recording()))
+        .collect();
+    // From here on the memory goes back whatever happens.
+    let mut recording = CudaRecording {
+        exec: null_mut(),
+        memory,
+    };
+    let first = devices[0];
+    first.enter()?;
+    let mut graph = null_mut();
+    // SAFETY: a stream that is captured, and a valid pointer.
+    check(unsafe { sys::cuStreamEndCapture(stream(first), &raw mut graph) })
+        .map_err(|e| failed(first, "cuStreamEndCapture", e))?;
+    // SAFETY: a graph that was just made, given back below; valid pointers.
+    let done =
+        check(unsafe { sys::cuGraphInstantiateWithFlags(&raw mut recording.exec, graph, 0) });
+    // SAFETY: ours, and the instance does not need it.
+    let _ = unsafe { sys::cuGraphDestroy(graph) };
+    done.map_err(|e| failed(first, "cuGraphInstantiate", e))?;
+    Ok(recording)
+}
+
+/// Launches it.
+///
+/// # Safety
+/// As [`Device::replay`](crate::backend::kernels::Device::replay) says.
+pub unsafe fn replay(inner: &Inner, recording: &CudaRecording) -> Result<(), DeviceError> {
+    inner.enter()?;
+    // SAFETY: a live instance; what it uses is the caller's promise.
+    check(unsafe { sys::cuGraphLaunch(recording.exec, stream(inner)) })
+        .map_err(|e| failed(inner, "cuGraphLaunch", e))
+}
+
+impl Drop for CudaRecording {
+    fn drop(&mut self) {
+        let Some((first, _)) = self.memory.first() else {
+            return;
+        };
+        // Nothing can be done about failures here. The others' streams know nothing of the launches.
+        let _ = first.enter();
+        if !self.exec.is_null() {
+            let _ = first.synchronize();
+            // SAFETY: ours.
+            let _ = unsafe { sys::cuGraphExecDestroy(self.exec) };
+        }
+        for (device, sizes) in self.memory.drain(..) {
+            device.pool().give_all(sizes);
+        }
+    }
+}
