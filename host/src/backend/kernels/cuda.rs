@@ -37,6 +37,7 @@ use super::device::{check_launch, check_range};
 use super::table::{KernelFn, KernelId};
 use pool::{Pool, pool_size};
 pub use recording::CudaRecording;
+use recording::Recorder;
 use staging::Staging;
 
 /// PTX for compute capability 8.0 and later, and for 9.0 and later; NUL at the end.
@@ -79,6 +80,7 @@ struct Inner {
     info: CudaInfo,
     limits: DeviceLimits,
     pool: Mutex<Pool>,
+    recorder: Recorder,
     staging: Mutex<Staging>,
     /// Devices whose memory kernels of this one were allowed to use, or not.
     peers: Mutex<BTreeMap<u32, bool>>,
@@ -101,8 +103,9 @@ impl Inner {
         cust_error(&self.info.to_string(), call, error)
     }
 
-    /// Makes the context current in this thread.
+    /// Makes the context current in this thread, once no other records.
     fn enter(&self) -> Result<(), DeviceError> {
+        self.recorder.pass();
         CurrentContext::set_current(&self.context).map_err(|e| self.error("cuCtxSetCurrent", e))
     }
 
@@ -241,6 +244,7 @@ impl CudaDevice {
                 info,
                 limits,
                 pool: Mutex::default(),
+                recorder: Recorder::default(),
                 staging: Mutex::default(),
                 peers: Mutex::default(),
                 functions,

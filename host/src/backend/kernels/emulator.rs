@@ -1,6 +1,7 @@
 //! The emulator as a device: every thread of a kernel a coroutine on the CPU, every access checked.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::ThreadId;
 use std::time::Instant;
 
 use cuda_std::emulator::{Grid, Memory, launch};
@@ -28,7 +29,7 @@ pub struct Tape {
 
 /// Where a device's tape goes, and the tape that devices share.
 #[derive(Clone, Default)]
-struct Slot(Arc<Mutex<Option<Arc<Mutex<Tape>>>>>);
+struct Slot(Arc<Mutex<Option<(ThreadId, Arc<Mutex<Tape>>)>>>);
 
 impl std::fmt::Debug for Slot {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
@@ -42,7 +43,10 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 impl Slot {
     fn tape(&self) -> Option<Arc<Mutex<Tape>>> {
-        lock(&self.0).clone()
+        let me = std::thread::current().id();
+        let (thread, tape) = lock(&self.0).clone()?;
+        // What other threads do is not recorded.
+        (thread == me).then_some(tape)
     }
 
     /// Does a step, or records it.
@@ -293,7 +297,7 @@ impl Device for EmulatedDevice {
     fn begin_recording(devices: &[&Self]) -> Result<bool, DeviceError> {
         let tape = Arc::new(Mutex::new(Tape::default()));
         for device in devices {
-            *lock(&device.tape.0) = Some(tape.clone());
+            *lock(&device.tape.0) = Some((std::thread::current().id(), tape.clone()));
         }
         Ok(true)
     }
@@ -302,7 +306,7 @@ impl Device for EmulatedDevice {
         let tapes = devices.iter().filter_map(|d| lock(&d.tape.0).take());
         // All are the same.
         let tape = tapes.last();
-        Ok(tape.map_or_else(Tape::default, |t| std::mem::take(&mut *lock(&t))))
+        Ok(tape.map_or_else(Tape::default, |(_, t)| std::mem::take(&mut *lock(&t))))
     }
 
     unsafe fn replay(&self, recording: &Tape) -> Result<(), DeviceError> {

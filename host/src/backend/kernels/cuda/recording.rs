@@ -1,13 +1,46 @@
 //! Launches recorded as a CUDA graph.
 
 use std::ptr::null_mut;
-use std::sync::Arc;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::ThreadId;
 
 use cuda_loader::{DriverError, check, sys};
 
 use super::pool::Sizes;
 use super::{Inner, driver_error};
 use crate::backend::kernels::device::DeviceError;
+
+/// Which thread records what a device is given. Others wait, lest theirs be recorded too.
+#[derive(Default)]
+pub struct Recorder {
+    thread: Mutex<Option<ThreadId>>,
+    ended: Condvar,
+}
+
+impl Recorder {
+    /// Waits until no other thread records.
+    fn wait(&self) -> MutexGuard<'_, Option<ThreadId>> {
+        let me = std::thread::current().id();
+        let thread = self.thread.lock().unwrap_or_else(PoisonError::into_inner);
+        (self.ended)
+            .wait_while(thread, |t| t.is_some_and(|t| t != me))
+            .unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Goes on once no other thread records.
+    pub fn pass(&self) {
+        drop(self.wait());
+    }
+
+    fn begin(&self) {
+        *self.wait() = Some(std::thread::current().id());
+    }
+
+    fn end(&self) {
+        *self.wait() = None;
+        self.ended.notify_all();
+    }
+}
 
 /// An instantiated graph, and the memory that its launches share.
 pub struct CudaRecording {
@@ -42,17 +75,24 @@ pub fn begin(devices: &[&Arc<Inner>]) -> Result<bool, DeviceError> {
     let (Some(first), Ok(true)) = (devices.first(), cuda_loader::load().map(has_all)) else {
         return Ok(false);
     };
-    // What is recorded may take the pools' memory without waiting for anybody.
-    for device in devices {
-        device.enter()?;
-        device.synchronize()?;
+    devices.iter().for_each(|d| d.recorder.begin());
+    let capture = || {
+        // What is recorded may take the pools' memory without waiting for anybody.
+        for device in devices {
+            device.enter()?;
+            device.synchronize()?;
+        }
+        first.enter()?;
+        // SAFETY: a live stream. Relaxed, since memory may be allocated meanwhile.
+        check(unsafe { sys::cuStreamBeginCapture_v2(stream(first), sys::CAPTURE_RELAXED) })
+            .map_err(|e| failed(first, "cuStreamBeginCapture", e))
+    };
+    let begun = capture();
+    match begun {
+        Ok(()) => devices.iter().for_each(|d| d.pool().begin_recording()),
+        Err(_) => devices.iter().for_each(|d| d.recorder.end()),
     }
-    first.enter()?;
-    // SAFETY: a live stream. Relaxed, since memory may be allocated meanwhile.
-    check(unsafe { sys::cuStreamBeginCapture_v2(stream(first), sys::CAPTURE_RELAXED) })
-        .map_err(|e| failed(first, "cuStreamBeginCapture", e))?;
-    devices.iter().for_each(|d| d.pool().begin_recording());
-    Ok(true)
+    begun.map(|()| true)
 }
 
 /// Ends that.
@@ -66,11 +106,14 @@ pub fn end(devices: &[&Arc<Inner>]) -> Result<CudaRecording, DeviceError> {
         memory,
     };
     let first = devices[0];
-    first.enter()?;
     let mut graph = null_mut();
-    // SAFETY: a stream that is captured, and a valid pointer.
-    check(unsafe { sys::cuStreamEndCapture(stream(first), &raw mut graph) })
-        .map_err(|e| failed(first, "cuStreamEndCapture", e))?;
+    let ended = first.enter().and_then(|()| {
+        // SAFETY: a stream that is captured, and a valid pointer.
+        check(unsafe { sys::cuStreamEndCapture(stream(first), &raw mut graph) })
+            .map_err(|e| failed(first, "cuStreamEndCapture", e))
+    });
+    devices.iter().for_each(|d| d.recorder.end());
+    ended?;
     // SAFETY: a graph that was just made, given back below; valid pointers.
     let done =
         check(unsafe { sys::cuGraphInstantiateWithFlags(&raw mut recording.exec, graph, 0) });
