@@ -1,7 +1,10 @@
 //! Queries into the latent space of multi-head latent attention.
 //!
-//! Per head, `out[h][c] = sum over j ascending of fma(q[h][j], kv_b[h * (nope + value) + j][c])`.
+//! Per head, `out[h][c] = sum over j ascending of fma(q[h][j], kv_b[h * (nope + value) + j][c])`; with
+//! weights of signed bytes the query is multiplied by the row's scale first (rounded),
+//! `fma(q[h][j] * scales[h * (nope + value) + j], kv_b[...][c])`.
 //!
+<<<<<<< HEAD
 //! 1. A thread owns two neighbouring columns `c` of one head, so a warp reads 128 neighbouring
 //!    bytes of each weight row; the sum runs over rows, in order, in registers.
 //! 2. Four tokens share each weight that was read; a single token takes a body of its own.
@@ -12,6 +15,14 @@
 //! 3. A thread owns four neighbouring columns, so a warp reads 128 neighbouring bytes too. 16 rows are
 //!    under way at once, each reloaded into the register that it leaves; the first ones are loaded
 //!    ahead of the wait for the kernel before. A latent size that is no multiple of 4 takes bytes.
+=======
+//! 1. A thread owns the columns of one 32-bit word of one head, so a warp reads 128 neighbouring bytes
+//!    of each weight row; the sum runs over rows, in order, in registers.
+//! 2. [`AHEAD`] rows are under way at once, each reloaded into the register that it leaves; the first
+//!    ones are loaded ahead of the wait for the kernel before. A latent size that is no multiple of a
+//!    word takes single columns.
+//! 3. Four tokens share each weight that was read; a single token takes a body of its own.
+>>>>>>> c0d7fb1 (Dense kernels with their loads under way: one way for bf16 and bytes)
 
 use bytemuck::{Pod, Zeroable};
 use cuda_std::mem::{Global, GlobalMut, Slice};
@@ -21,7 +32,7 @@ use crate::arith::{bf16, fma};
 use crate::linear_int8::widen4;
 use crate::unroll;
 
-/// Threads of a block.
+/// Threads of a block of [`absorb_query()`].
 pub const THREADS: u32 = 128;
 
 /// Threads of a block of [`absorb_query_int8()`].
@@ -32,6 +43,9 @@ pub const TOKENS: u32 = 4;
 
 /// Columns of a block, of either kernel.
 pub const COLS: u32 = 256;
+
+/// Rows that are under way at once: four times eight.
+pub const AHEAD: u32 = 32;
 
 /// Arguments. Grid: `[ceil(latent / 256), heads, ceil(tokens / 4)]`, 128 threads, or 64 of
 /// [`absorb_query_int8()`].
@@ -64,90 +78,86 @@ pub struct AbsorbArgs {
     pub tokens: u32,
 }
 
-#[inline(always)]
-fn body<const N: usize>(args: AbsorbArgs, token0: u32) {
-    // SAFETY: the caller's: live views, as long as the arguments say.
-    let (q, out) = unsafe { (Global::<f32>::new(args.q), GlobalMut::<f32>::new(args.out)) };
-    let head = thread::block_idx_y();
-    let c = 2 * (thread::block_idx_x() * THREADS + thread::thread_idx_x());
-    let latent = args.latent;
-    if c >= latent {
-        return;
-    }
-    // SAFETY: the caller's: live views, as long as the arguments say.
-    let kv_b =
-        unsafe { Global::<u16>::new(args.kv_b).at((head * args.head_rows) as u64 * latent as u64) };
-    let mut from = [0; N];
-    unroll!(i < N, {
-        from[i] = (token0 + i as u32).min(args.tokens - 1) * args.q_stride + head * args.q_head;
-    });
-    let paired = latent & 1 == 0;
-    let mut acc = [[0.0f32; 2]; N];
-    for j in 0..args.nope {
-        let (w0, w1) = if paired {
-            let w = kv_b.cast::<u32>().load_nc((j * latent + c) / 2);
-            (f32::from_bits(w << 16), f32::from_bits(w & 0xffff_0000))
-        } else {
-            let at = j * latent + c;
-            let w1 = if c + 1 < latent {
-                kv_b.load_nc(at + 1)
-            } else {
-                0
-            };
-            (bf16(kv_b.load_nc(at)), bf16(w1))
-        };
-        unroll!(i < N, {
-            let x = q.load(from[i] + j);
-            acc[i][0] = fma(x, w0, acc[i][0]);
-            acc[i][1] = fma(x, w1, acc[i][1]);
-        });
-    }
-    unroll!(i < N, {
-        let token = token0 + i as u32;
-        if token < args.tokens {
-            let to = token * args.out_stride + head * args.out_head + c;
-            out.store(to, acc[i][0]);
-            if c + 1 < latent {
-                out.store(to + 1, acc[i][1]);
-            }
-        }
-    });
+/// How weights are stored.
+trait Weights {
+    type Element: Pod;
+    /// Columns of a word, at most 4.
+    const COLS: u32;
+    /// A word's columns, the lowest first.
+    fn widen(word: u32) -> [f32; 4];
+    fn one(w: &Global<Self::Element>, at: u32) -> f32;
+    /// A query's element for row `j`, as it is multiplied.
+    fn scaled(x: f32, scales: &Global<f32>, j: u32) -> f32;
 }
 
-/// With weights of bf16.
-///
+struct Bf16;
+
+impl Weights for Bf16 {
+    type Element = u16;
+    const COLS: u32 = 2;
+
+    #[inline(always)]
+    fn widen(w: u32) -> [f32; 4] {
+        [
+            f32::from_bits(w << 16),
+            f32::from_bits(w & 0xffff_0000),
+            0.0,
+            0.0,
+        ]
+    }
+
+    #[inline(always)]
+    fn one(w: &Global<u16>, at: u32) -> f32 {
+        bf16(w.load_nc(at))
+    }
+
+    #[inline(always)]
+    fn scaled(x: f32, _scales: &Global<f32>, _j: u32) -> f32 {
+        x
+    }
+}
+
+struct Int8;
+
+impl Weights for Int8 {
+    type Element = u8;
+    const COLS: u32 = 4;
+
+    #[inline(always)]
+    fn widen(word: u32) -> [f32; 4] {
+        widen4(word)
+    }
+
+    #[inline(always)]
+    fn one(w: &Global<u8>, at: u32) -> f32 {
+        f32::from(w.load_nc(at) as i8)
+    }
+
+    #[inline(always)]
+    fn scaled(x: f32, scales: &Global<f32>, j: u32) -> f32 {
+        x * scales.load_nc(j)
+    }
+}
+
 /// # Safety
-/// The views must be live and as long as [`AbsorbArgs`] says.
-#[kernel(threads = 128)]
-pub unsafe fn absorb_query(args: AbsorbArgs) {
-    let token0 = thread::block_idx_z() * TOKENS;
-    if token0 + 1 == args.tokens {
-        body::<1>(args, token0);
-    } else {
-        body::<{ TOKENS as usize }>(args, token0);
-    }
-}
-
-/// Rows that are under way at once: two times eight.
-const AT_ONCE: u32 = 16;
-
+/// As the kernels'.
 #[inline(always)]
-fn body_int8<const N: usize>(args: AbsorbArgs, token0: u32) {
+unsafe fn body<W: Weights, const N: usize>(args: AbsorbArgs, token0: u32) {
     let head = thread::block_idx_y();
-    let c = 4 * (thread::block_idx_x() * THREADS_INT8 + thread::thread_idx_x());
-    let latent = args.latent;
+    let word = thread::block_idx_x() * (COLS / W::COLS) + thread::thread_idx_x();
+    let (c, latent) = (W::COLS * word, args.latent);
     if c >= latent {
         grid::wait();
         return;
     }
-    let first_row = head * args.head_rows;
-    // SAFETY: the caller's: live views, as long as the arguments say.
-    let (q, out, scales, kv_b) = unsafe {
+    let first_row = u64::from(head * args.head_rows);
+    // SAFETY: the caller's: live views, as long as the arguments say; scales where there are any.
+    let (q, out, kv_b, scales) = unsafe {
         (
             Global::<f32>::new(args.q),
             GlobalMut::<f32>::new(args.out),
-            Global::<f32>::new(args.scales).at(first_row as u64),
-            Global::<u8>::new(args.kv_b).at(first_row as u64 * latent as u64),
+            Global::<W::Element>::new(args.kv_b).at(first_row * u64::from(latent)),
+            Global::<f32>::new(args.scales).at(if args.scales.len == 0 { 0 } else { first_row }),
         )
     };
     let mut from = [0; N];
@@ -156,43 +166,44 @@ fn body_int8<const N: usize>(args: AbsorbArgs, token0: u32) {
     });
     let mut acc = [[0.0f32; 4]; N];
     let mut multiply = |j: u32, w: [f32; 4]| {
-        let scale = scales.load_nc(j);
         unroll!(i < N, {
-            let x = q.load(from[i] + j) * scale;
+            let x = W::scaled(q.load(from[i] + j), &scales, j);
             unroll!(k < 4, {
-                acc[i][k] = fma(x, w[k], acc[i][k]);
+                if (k as u32) < W::COLS {
+                    acc[i][k] = fma(x, w[k], acc[i][k]);
+                }
             });
         });
     };
-    if latent.is_multiple_of(4) && kv_b.addr().is_multiple_of(4) {
+    if latent.is_multiple_of(W::COLS) && kv_b.addr().is_multiple_of(4) {
         let words = kv_b.cast::<u32>();
-        let at = |j: u32| (j * latent + c) / 4;
-        let mut w = [[0u32; 8]; 2];
-        unroll!(h < 2, {
+        let at = |j: u32| (j * latent + c) / W::COLS;
+        let mut w = [[0u32; 8]; 4];
+        unroll!(h < 4, {
             unroll!(i < 8, {
                 let j = (8 * h + i) as u32;
                 words.reload_u32(j < args.nope, at(j), &mut w[h][i]);
             });
         });
         grid::wait();
-        let whole = args.nope / AT_ONCE * AT_ONCE;
+        let whole = args.nope / AHEAD * AHEAD;
         let mut base = 0;
         while base < whole {
-            unroll!(h < 2, {
+            unroll!(h < 4, {
                 unroll!(i < 8, {
                     let j = base + (8 * h + i) as u32;
-                    multiply(j, widen4(w[h][i]));
-                    let next = j + AT_ONCE;
+                    multiply(j, W::widen(w[h][i]));
+                    let next = j + AHEAD;
                     words.reload_u32(next < args.nope, at(next), &mut w[h][i]);
                 });
             });
-            base += AT_ONCE;
+            base += AHEAD;
         }
-        unroll!(h < 2, {
+        unroll!(h < 4, {
             unroll!(i < 8, {
                 let j = whole + (8 * h + i) as u32;
                 if j < args.nope {
-                    multiply(j, widen4(w[h][i]));
+                    multiply(j, W::widen(w[h][i]));
                 }
             });
         });
@@ -201,8 +212,8 @@ fn body_int8<const N: usize>(args: AbsorbArgs, token0: u32) {
         for j in 0..args.nope {
             let mut w = [0.0; 4];
             unroll!(k < 4, {
-                if c + (k as u32) < latent {
-                    w[k] = f32::from(kv_b.load_nc(j * latent + c + k as u32) as i8);
+                if (k as u32) < W::COLS && c + (k as u32) < latent {
+                    w[k] = W::one(&kv_b, j * latent + c + k as u32);
                 }
             });
             multiply(j, w);
@@ -213,7 +224,7 @@ fn body_int8<const N: usize>(args: AbsorbArgs, token0: u32) {
         if token < args.tokens {
             let to = token * args.out_stride + head * args.out_head + c;
             unroll!(k < 4, {
-                if c + (k as u32) < latent {
+                if (k as u32) < W::COLS && c + (k as u32) < latent {
                     out.store(to + k as u32, acc[i][k]);
                 }
             });
@@ -221,16 +232,37 @@ fn body_int8<const N: usize>(args: AbsorbArgs, token0: u32) {
     });
 }
 
-/// With weights of signed bytes.
+/// # Safety
+/// As the kernels'.
+#[inline(always)]
+unsafe fn absorb<W: Weights>(args: AbsorbArgs) {
+    let token0 = thread::block_idx_z() * TOKENS;
+    // SAFETY: the caller's.
+    unsafe {
+        if token0 + 1 == args.tokens {
+            body::<W, 1>(args, token0);
+        } else {
+            body::<W, { TOKENS as usize }>(args, token0);
+        }
+    }
+}
+
+/// With weights of bf16.
 ///
 /// # Safety
 /// The views must be live and as long as [`AbsorbArgs`] says; no kernel in flight writes the weights.
+#[kernel(threads = 128, prologue)]
+pub unsafe fn absorb_query(args: AbsorbArgs) {
+    // SAFETY: the caller's.
+    unsafe { absorb::<Bf16>(args) }
+}
+
+/// With weights of signed bytes.
+///
+/// # Safety
+/// As [`absorb_query()`].
 #[kernel(threads = 64, prologue)]
 pub unsafe fn absorb_query_int8(args: AbsorbArgs) {
-    let token0 = thread::block_idx_z() * TOKENS;
-    if token0 + 1 == args.tokens {
-        body_int8::<1>(args, token0);
-    } else {
-        body_int8::<{ TOKENS as usize }>(args, token0);
-    }
+    // SAFETY: the caller's.
+    unsafe { absorb::<Int8>(args) }
 }

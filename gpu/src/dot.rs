@@ -9,7 +9,7 @@ use cuda_std::mem::Global;
 use cuda_std::shared::Shared;
 use cuda_std::{thread, warp};
 
-use crate::arith::{bf16, fma, pairwise8};
+use crate::arith::{fma, pairwise8};
 
 /// Columns that a warp takes at a time.
 pub const STEP: u32 = 256;
@@ -56,32 +56,6 @@ pub fn load8<const VECTOR: bool>(x: Global<f32>, start: u32, k: u32, cols: u32) 
         unroll!(i < 8, {
             if k + (i as u32) < cols {
                 v[i] = x.load(start + k + i as u32);
-            }
-        });
-        v
-    }
-}
-
-/// The same of bf16 that is read once; with `VECTOR`, `start + k` is a multiple of 8.
-#[inline(always)]
-pub fn load8_bf16<const VECTOR: bool>(x: Global<u16>, start: u32, k: u32, cols: u32) -> [f32; 8] {
-    if VECTOR {
-        let w = x.load_v4_stream((start + k) / 2);
-        [
-            f32::from_bits(w[0] << 16),
-            f32::from_bits(w[0] & 0xffff_0000),
-            f32::from_bits(w[1] << 16),
-            f32::from_bits(w[1] & 0xffff_0000),
-            f32::from_bits(w[2] << 16),
-            f32::from_bits(w[2] & 0xffff_0000),
-            f32::from_bits(w[3] << 16),
-            f32::from_bits(w[3] & 0xffff_0000),
-        ]
-    } else {
-        let mut v = [0.0; 8];
-        unroll!(i < 8, {
-            if k + (i as u32) < cols {
-                v[i] = bf16(x.load_nc(start + k + i as u32));
             }
         });
         v

@@ -29,6 +29,7 @@ pub mod coded_plan;
 pub mod combine;
 pub mod decode_plane3;
 pub mod decode_rans;
+pub mod dense;
 pub mod dot;
 pub mod embed;
 pub mod group;

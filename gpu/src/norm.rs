@@ -4,7 +4,7 @@
 //! Layer: `d = x - sum(x) / n`, `out = fma(d * r, w, b)` with `r` of `d`.
 //!
 //! 1. One block of 256 threads a row; thread `t` owns partial sum `t` of the reduction.
-//! 2. The row is read again for each pass: it stays in L1, and no row is too long.
+//! 2. A thread holds its columns in registers, those past 8,192 aside, which are read again each time.
 
 use bytemuck::{Pod, Zeroable};
 use cuda_std::mem::{Global, GlobalMut, Slice};
@@ -13,6 +13,7 @@ use cuda_std::{kernel, shared_array, thread};
 use crate::arith::{bf16, fma, rms_factor};
 use crate::dot::{BLOCK, block_reduce};
 use crate::position::position;
+use crate::unroll;
 
 /// Arguments of [`rms_norm()`] and [`layer_norm()`]. Grid: `[tokens, 1, 1]`, 256 threads.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
@@ -38,11 +39,63 @@ pub struct NormArgs {
     pub eps: f32,
 }
 
+/// Columns of a thread that it holds in registers: rows up to 8,192 columns.
+const HELD: usize = 32;
+
+/// A thread's columns of a row, 0 past the end; all loads are under way together.
+struct Row {
+    x: Global<f32>,
+    from: u32,
+    cols: u32,
+    held: [[f32; 8]; HELD / 8],
+}
+
+impl Row {
+    #[inline(always)]
+    fn load(x: Global<f32>, from: u32, cols: u32) -> Self {
+        let t = thread::thread_idx_x();
+        let mut held = [[0.0; 8]; HELD / 8];
+        unroll!(i < HELD / 8, {
+            unroll!(j < 8, {
+                let c = t + (8 * i + j) as u32 * BLOCK;
+                if c < cols {
+                    held[i][j] = x.load(from + c);
+                }
+            });
+        });
+        Self {
+            x,
+            from,
+            cols,
+            held,
+        }
+    }
+
+    /// Calls `each` with the thread's columns and their values, in order.
+    #[inline(always)]
+    fn each(&self, mut each: impl FnMut(u32, f32)) {
+        let t = thread::thread_idx_x();
+        unroll!(i < HELD / 8, {
+            unroll!(j < 8, {
+                let c = t + (8 * i + j) as u32 * BLOCK;
+                if c < self.cols {
+                    each(c, self.held[i][j]);
+                }
+            });
+        });
+        let mut c = t + HELD as u32 * BLOCK;
+        while c < self.cols {
+            each(c, self.x.load(self.from + c));
+            c += BLOCK;
+        }
+    }
+}
+
 /// See the module.
 ///
 /// # Safety
 /// The views must be live and as long as [`NormArgs`] says.
-#[kernel(threads = 256)]
+#[kernel(threads = 256, min_blocks = 1)]
 pub unsafe fn rms_norm(args: NormArgs) {
     let scratch = shared_array![f32; 32];
     // SAFETY: the caller's: live views, as long as the arguments say.
@@ -56,30 +109,21 @@ pub unsafe fn rms_norm(args: NormArgs) {
     // SAFETY: the caller's.
     let row = unsafe { position(args.at, 0) };
     let out = out.at(u64::from(row) * u64::from(args.out_stride));
-    let (token, t) = (thread::block_idx_x(), thread::thread_idx_x());
-    let (from, to) = (token * args.x_stride, token * args.out_stride);
+    let token = thread::block_idx_x();
+    let to = token * args.out_stride;
+    let row = Row::load(x, token * args.x_stride, args.cols);
 
     let mut p = 0.0;
-    let mut c = t;
-    while c < args.cols {
-        let v = x.load(from + c);
-        p = fma(v, v, p);
-        c += BLOCK;
-    }
+    row.each(|_, v| p = fma(v, v, p));
     let r = rms_factor(block_reduce(p, scratch), args.cols as usize, args.eps);
-
-    let mut c = t;
-    while c < args.cols {
-        out.store(to + c, (x.load(from + c) * r) * bf16(weight.load_nc(c)));
-        c += BLOCK;
-    }
+    row.each(|c, v| out.store(to + c, (v * r) * bf16(weight.load_nc(c))));
 }
 
 /// See the module.
 ///
 /// # Safety
 /// The views must be live and as long as [`NormArgs`] says.
-#[kernel(threads = 256)]
+#[kernel(threads = 256, min_blocks = 1)]
 pub unsafe fn layer_norm(args: NormArgs) {
     let sums = shared_array![f32; 32];
     let squares = shared_array![f32; 32];
@@ -92,31 +136,19 @@ pub unsafe fn layer_norm(args: NormArgs) {
             GlobalMut::<f32>::new(args.out),
         )
     };
-    let (token, t) = (thread::block_idx_x(), thread::thread_idx_x());
-    let (from, to) = (token * args.x_stride, token * args.out_stride);
+    let token = thread::block_idx_x();
+    let to = token * args.out_stride;
+    let row = Row::load(x, token * args.x_stride, args.cols);
 
     let mut p = 0.0;
-    let mut c = t;
-    while c < args.cols {
-        p += x.load(from + c);
-        c += BLOCK;
-    }
+    row.each(|_, v| p += v);
     let mean = block_reduce(p, sums) / args.cols as f32;
 
     let mut p = 0.0;
-    let mut c = t;
-    while c < args.cols {
-        let d = x.load(from + c) - mean;
-        p = fma(d, d, p);
-        c += BLOCK;
-    }
+    row.each(|_, v| p = fma(v - mean, v - mean, p));
     let r = rms_factor(block_reduce(p, squares), args.cols as usize, args.eps);
-
-    let mut c = t;
-    while c < args.cols {
-        let d = x.load(from + c) - mean;
-        let v = fma(d * r, bf16(weight.load_nc(c)), bf16(bias.load_nc(c)));
-        out.store(to + c, v);
-        c += BLOCK;
-    }
+    row.each(|c, v| {
+        let (w, b) = (bf16(weight.load_nc(c)), bf16(bias.load_nc(c)));
+        out.store(to + c, fma((v - mean) * r, w, b));
+    });
 }

@@ -6,8 +6,8 @@
 //! are the chosen `s` by ascending expert, divided by (their sum + 1e-20) with [`NORMALISE`], times
 //! `scaling`.
 //!
-//! 1. One warp a token, its lanes stride over the experts; `s` and the choice's order key lie in
-//!    shared memory.
+//! 1. A block a token: its threads compute `s` and the choice's order key, which lie in shared memory;
+//!    the first warp does the rest.
 //! 2. `top_k` rounds of a warp maximum (key, then lowest number); what was taken gets key 0, which
 //!    no number has.
 //! 3. The chosen are put in order by ballots over the experts in ascending order; the sum is added
@@ -25,7 +25,10 @@ pub const NORMALISE: u32 = 1;
 /// Flag: softmax over all experts instead of the logistic function of each.
 pub const SOFTMAX: u32 = 2;
 
-/// Arguments. Grid: `[tokens, 1, 1]`, 32 threads, dynamic shared memory [`shared_bytes`].
+/// Threads of a block.
+pub const THREADS: u32 = 256;
+
+/// Arguments. Grid: `[tokens, 1, 1]`, 256 threads, dynamic shared memory [`shared_bytes`].
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
 pub struct RouteArgs {
@@ -83,7 +86,7 @@ fn best(keys: Shared<u32>, n: u32) -> (u32, u32) {
 ///
 /// # Safety
 /// The views must be live and as long as [`RouteArgs`] says.
-#[kernel(threads = 32)]
+#[kernel(threads = 256)]
 pub unsafe fn route(args: RouteArgs) {
     let n = args.experts;
     // SAFETY: the caller's: live views, as long as the arguments say.
@@ -103,42 +106,46 @@ pub unsafe fn route(args: RouteArgs) {
     let lane = warp::lane_id();
 
     let row = token * args.logit_stride;
-    let (mut top, mut total) = (0.0, 1.0);
+    let t = thread::thread_idx_x();
+    let mut total = 1.0;
     if args.flags & SOFTMAX != 0 {
+        // Every warp finds the largest by itself.
         let mut key = 0;
         let mut e = lane;
         while e < n {
             key = key.max(order_key(logits.load(row + e)));
             e += 32;
         }
-        top = value(warp::reduce_max_u32(key));
-        let mut e = lane;
+        let top = value(warp::reduce_max_u32(key));
+        let mut e = t;
         while e < n {
             s.store(e, exp(logits.load(row + e) - top));
-            e += 32;
+            e += THREADS;
         }
-        warp::sync_warp();
+        thread::sync_threads();
         total = 0.0;
         for e in 0..n {
             total += s.load(e);
         }
-        warp::sync_warp();
+        thread::sync_threads();
     }
 
-    let mut e = lane;
+    let mut e = t;
     while e < n {
-        let x = logits.load(row + e);
         let v = if args.flags & SOFTMAX != 0 {
-            exp(x - top) / total
+            s.load(e) / total
         } else {
-            sigmoid(x)
+            sigmoid(logits.load(row + e))
         };
         s.store(e, v);
         keys.store(e, order_key(v + bias.load_nc(e)));
         chosen.store(e, 0);
-        e += 32;
+        e += THREADS;
     }
-    warp::sync_warp();
+    thread::sync_threads();
+    if warp::warp_id() > 0 {
+        return;
+    }
 
     if args.groups > 1 {
         let size = (n / args.groups.max(1)).max(1);

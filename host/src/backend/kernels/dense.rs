@@ -119,39 +119,12 @@ impl<D: Device> KernelBackend<D> {
             && part.weight.addr.is_multiple_of(unit);
         let (rows, cols) = (word("rows", rows)?, word("columns", cols)?);
         let tokens = word("tokens", tokens)?;
-        if part.int8 {
-            let add = if add { gpu::linear_int8::ADD } else { 0 };
-            let of = if vector { gpu::linear_int8::VECTOR } else { 0 };
-            let args = gpu::linear_int8::LinearInt8Args {
-                x: x.slice,
-                weight: part.weight,
-                scales: part.scales,
-                out: out.slice,
-                rows,
-                cols,
-                tokens,
-                x_stride: x.stride,
-                out_stride: out.stride,
-                x_batch: batch.x,
-                weight_batch: batch.weight,
-                out_batch: batch.out,
-                flags: add | of,
-                reserved: 0,
-            };
-            let limits = self.device().limits();
-            let (kernel, launch) = plan::linear_int8(limits, rows, tokens, batch.n, vector);
-            return match kernel {
-                KernelId::LinearInt8Two => self.launch::<LinearInt8Two>(launch, args),
-                KernelId::LinearInt8Four => self.launch::<LinearInt8Four>(launch, args),
-                KernelId::LinearInt8Many => self.launch::<LinearInt8Many>(launch, args),
-                _ => self.launch::<LinearInt8Thin>(launch, args),
-            };
-        }
-        let add = if add { gpu::linear::ADD } else { 0 };
-        let of = if vector { gpu::linear::VECTOR } else { 0 };
-        let args = gpu::linear::LinearArgs {
+        let add = if add { gpu::dense::ADD } else { 0 };
+        let of = if vector { gpu::dense::VECTOR } else { 0 };
+        let args = gpu::dense::LinearArgs {
             x: x.slice,
             weight: part.weight,
+            scales: part.scales,
             out: out.slice,
             rows,
             cols,
@@ -164,11 +137,17 @@ impl<D: Device> KernelBackend<D> {
             flags: add | of,
             reserved: 0,
         };
-        let (kernel, launch) = plan::linear(self.device().limits(), rows, tokens, batch.n, vector);
-        match kernel {
-            KernelId::LinearOne => self.launch::<LinearOne>(launch, args),
-            KernelId::LinearMany => self.launch::<LinearMany>(launch, args),
-            _ => self.launch::<LinearThin>(launch, args),
+        let limits = self.device().limits();
+        let (tile, launch) = plan::linear(limits, rows, tokens, batch.n, vector);
+        match (part.int8, tile) {
+            (false, (1, 1)) => self.launch::<LinearThin>(launch, args),
+            (false, (2, 1)) => self.launch::<LinearTwo>(launch, args),
+            (false, (4, 1)) => self.launch::<LinearFour>(launch, args),
+            (false, _) => self.launch::<LinearMany>(launch, args),
+            (true, (1, 1)) => self.launch::<LinearInt8Thin>(launch, args),
+            (true, (2, 1)) => self.launch::<LinearInt8Two>(launch, args),
+            (true, (4, 1)) => self.launch::<LinearInt8Four>(launch, args),
+            (true, _) => self.launch::<LinearInt8Many>(launch, args),
         }
     }
 

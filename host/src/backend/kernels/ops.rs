@@ -799,7 +799,8 @@ impl<D: Device> Backend for KernelBackend<D> {
         };
         let shared = gpu::route::shared_bytes(args.experts, args.groups);
         let grid = [word("tokens", tokens)?, 1, 1];
-        self.launch::<Route>(Launch::new(grid, 32).shared(shared), args)
+        let launch = Launch::new(grid, gpu::route::THREADS).shared(shared);
+        self.launch::<Route>(launch, args)
     }
 
     fn replay(

@@ -70,7 +70,6 @@ use gpu::embed::EmbedArgs;
 use gpu::group::GroupArgs;
 use gpu::index::IndexArgs;
 use gpu::linear::LinearArgs;
-use gpu::linear_int8::LinearInt8Args;
 use gpu::norm::NormArgs;
 use gpu::quantise::QuantiseArgs;
 use gpu::replay::ReplayArgs;
@@ -89,18 +88,20 @@ kernels! {
     LayerNorm = norm::layer_norm(NormArgs);
     /// Dense rows, one row and one token a warp.
     LinearThin = linear::linear_thin(LinearArgs);
+    /// Dense rows, two rows and one token a warp.
+    LinearTwo = linear::linear_two(LinearArgs);
     /// Dense rows, four rows and one token a warp.
-    LinearOne = linear::linear_one(LinearArgs);
+    LinearFour = linear::linear_four(LinearArgs);
     /// Dense rows, four rows and four tokens a warp.
     LinearMany = linear::linear_many(LinearArgs);
     /// Dense rows of signed bytes, one row and one token a warp.
-    LinearInt8Thin = linear_int8::linear_int8_thin(LinearInt8Args);
+    LinearInt8Thin = linear_int8::linear_int8_thin(LinearArgs);
     /// The same, two rows and one token a warp.
-    LinearInt8Two = linear_int8::linear_int8_two(LinearInt8Args);
+    LinearInt8Two = linear_int8::linear_int8_two(LinearArgs);
     /// The same, four rows and one token a warp.
-    LinearInt8Four = linear_int8::linear_int8_four(LinearInt8Args);
+    LinearInt8Four = linear_int8::linear_int8_four(LinearArgs);
     /// The same, four rows and four tokens a warp.
-    LinearInt8Many = linear_int8::linear_int8_many(LinearInt8Args);
+    LinearInt8Many = linear_int8::linear_int8_many(LinearArgs);
     /// Gated activation.
     SiluMul = silu::silu_mul(SiluMulArgs);
     /// Interleaved rotary embedding.
