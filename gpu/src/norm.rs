@@ -4,11 +4,12 @@
 //! Layer: `d = x - sum(x) / n`, `out = fma(d * r, w, b)` with `r` of `d`.
 //!
 //! 1. One block of 256 threads a row; thread `t` owns partial sum `t` of the reduction.
-//! 2. A thread holds its columns in registers, those past 8,192 aside, which are read again each time.
+//! 2. A thread holds its columns in registers, those past 8,192 aside, which are read again each time;
+//!    and their weights, from before the wait for the kernel ahead on.
 
 use bytemuck::{Pod, Zeroable};
 use cuda_std::mem::{Global, GlobalMut, Slice};
-use cuda_std::{kernel, shared_array, thread};
+use cuda_std::{grid, kernel, shared_array, thread};
 
 use crate::arith::{bf16, fma, rms_factor};
 use crate::dot::{BLOCK, block_reduce};
@@ -42,51 +43,61 @@ pub struct NormArgs {
 /// Columns of a thread that it holds in registers: rows up to 8,192 columns.
 const HELD: usize = 32;
 
-/// A thread's columns of a row, 0 past the end; all loads are under way together.
-struct Row {
-    x: Global<f32>,
+/// What a thread has of a row, 0 past the end; all loads are under way together.
+struct Held<T: Pod> {
+    all: Global<T>,
     from: u32,
     cols: u32,
-    held: [[f32; 8]; HELD / 8],
+    values: [[T; 8]; HELD / 8],
 }
 
-impl Row {
+impl<T: Pod> Held<T> {
+    /// The `cols` elements of `all` from `from` on, by `load`.
     #[inline(always)]
-    fn load(x: Global<f32>, from: u32, cols: u32) -> Self {
+    fn new(all: Global<T>, from: u32, cols: u32, load: impl Fn(&Global<T>, u32) -> T) -> Self {
         let t = thread::thread_idx_x();
-        let mut held = [[0.0; 8]; HELD / 8];
+        let mut values = [[T::zeroed(); 8]; HELD / 8];
         unroll!(i < HELD / 8, {
             unroll!(j < 8, {
                 let c = t + (8 * i + j) as u32 * BLOCK;
                 if c < cols {
-                    held[i][j] = x.load(from + c);
+                    values[i][j] = load(&all, from + c);
                 }
             });
         });
         Self {
-            x,
+            all,
             from,
             cols,
-            held,
+            values,
         }
     }
 
-    /// Calls `each` with the thread's columns and their values, in order.
+    /// Calls `each` with the thread's columns, their place in `values`, or none past it, in order.
     #[inline(always)]
-    fn each(&self, mut each: impl FnMut(u32, f32)) {
+    fn each(&self, mut each: impl FnMut(u32, Option<(usize, usize)>)) {
         let t = thread::thread_idx_x();
         unroll!(i < HELD / 8, {
             unroll!(j < 8, {
                 let c = t + (8 * i + j) as u32 * BLOCK;
                 if c < self.cols {
-                    each(c, self.held[i][j]);
+                    each(c, Some((i, j)));
                 }
             });
         });
         let mut c = t + HELD as u32 * BLOCK;
         while c < self.cols {
-            each(c, self.x.load(self.from + c));
+            each(c, None);
             c += BLOCK;
+        }
+    }
+
+    /// The element of column `c`, whose place is `at`.
+    #[inline(always)]
+    fn get(&self, c: u32, at: Option<(usize, usize)>) -> T {
+        match at {
+            Some((i, j)) => self.values[i][j],
+            None => self.all.load(self.from + c),
         }
     }
 }
@@ -94,8 +105,8 @@ impl Row {
 /// See the module.
 ///
 /// # Safety
-/// The views must be live and as long as [`NormArgs`] says.
-#[kernel(threads = 256, min_blocks = 1)]
+/// The views must be live and as long as [`NormArgs`] says; no kernel in flight writes the weights.
+#[kernel(threads = 256, min_blocks = 1, prologue)]
 pub unsafe fn rms_norm(args: NormArgs) {
     let scratch = shared_array![f32; 32];
     // SAFETY: the caller's: live views, as long as the arguments say.
@@ -106,24 +117,26 @@ pub unsafe fn rms_norm(args: NormArgs) {
             GlobalMut::<f32>::new(args.out),
         )
     };
+    let weight = Held::new(weight, 0, args.cols, |w, c| w.load_nc(c));
+    grid::wait();
     // SAFETY: the caller's.
     let row = unsafe { position(args.at, 0) };
     let out = out.at(u64::from(row) * u64::from(args.out_stride));
     let token = thread::block_idx_x();
     let to = token * args.out_stride;
-    let row = Row::load(x, token * args.x_stride, args.cols);
+    let x = Held::new(x, token * args.x_stride, args.cols, |x, c| x.load(c));
 
     let mut p = 0.0;
-    row.each(|_, v| p = fma(v, v, p));
+    x.each(|c, at| p = fma(x.get(c, at), x.get(c, at), p));
     let r = rms_factor(block_reduce(p, scratch), args.cols as usize, args.eps);
-    row.each(|c, v| out.store(to + c, (v * r) * bf16(weight.load_nc(c))));
+    x.each(|c, at| out.store(to + c, (x.get(c, at) * r) * bf16(weight.get(c, at))));
 }
 
 /// See the module.
 ///
 /// # Safety
-/// The views must be live and as long as [`NormArgs`] says.
-#[kernel(threads = 256, min_blocks = 1)]
+/// As [`rms_norm()`].
+#[kernel(threads = 256, min_blocks = 1, prologue)]
 pub unsafe fn layer_norm(args: NormArgs) {
     let sums = shared_array![f32; 32];
     let squares = shared_array![f32; 32];
@@ -136,19 +149,26 @@ pub unsafe fn layer_norm(args: NormArgs) {
             GlobalMut::<f32>::new(args.out),
         )
     };
+    let weight = Held::new(weight, 0, args.cols, |w, c| w.load_nc(c));
+    let bias = Held::new(bias, 0, args.cols, |w, c| w.load_nc(c));
+    grid::wait();
     let token = thread::block_idx_x();
     let to = token * args.out_stride;
-    let row = Row::load(x, token * args.x_stride, args.cols);
+    let x = Held::new(x, token * args.x_stride, args.cols, |x, c| x.load(c));
 
     let mut p = 0.0;
-    row.each(|_, v| p += v);
+    x.each(|c, at| p += x.get(c, at));
     let mean = block_reduce(p, sums) / args.cols as f32;
 
     let mut p = 0.0;
-    row.each(|_, v| p = fma(v - mean, v - mean, p));
+    x.each(|c, at| {
+        let d = x.get(c, at) - mean;
+        p = fma(d, d, p);
+    });
     let r = rms_factor(block_reduce(p, squares), args.cols as usize, args.eps);
-    row.each(|c, v| {
-        let (w, b) = (bf16(weight.load_nc(c)), bf16(bias.load_nc(c)));
-        out.store(to + c, fma((v - mean) * r, w, b));
+    x.each(|c, at| {
+        let d = x.get(c, at) - mean;
+        let v = fma(d * r, bf16(weight.get(c, at)), bf16(bias.get(c, at)));
+        out.store(to + c, v);
     });
 }
