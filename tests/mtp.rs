@@ -176,6 +176,7 @@ fn options(device: Device, speculate: usize) -> Options {
         device,
         tier: None,
         form: Form::Fused,
+        devices: vec![0],
         placed: None,
         positions: 128,
         speculate,

@@ -209,6 +209,7 @@ fn held_out(dir: &Path, want: f64) {
         device: Device::Cpu,
         tier: None,
         form: Form::Fused,
+        devices: vec![0],
         placed: None,
         positions: 64,
         speculate: 0,

@@ -512,6 +512,7 @@ fn options() -> Options {
         device: engine::Device::Emulator,
         tier: None,
         form: Form::Fused,
+        devices: vec![0],
         placed: None,
         positions: 64,
         speculate: 0,
@@ -548,8 +549,7 @@ fn out_of_memory_is_planned_again() {
     let all = request(dir.path(), vram, 1 << 30);
     let mut no_progress = |_, _| ();
     engine::open_placed(
-        free.clone(),
-        vram,
+        vec![(free.clone(), vram)],
         &model,
         &options(),
         &all,
@@ -566,8 +566,7 @@ fn out_of_memory_is_planned_again() {
         },
     );
     let opened = engine::open_placed(
-        device.clone(),
-        vram,
+        vec![(device.clone(), vram)],
         &model,
         &options(),
         &all,
@@ -583,9 +582,14 @@ fn out_of_memory_is_planned_again() {
     for ram in [0, 300_000, 1 << 20] {
         let little = request(dir.path(), fixed + (2 << 20), ram);
         let device = MockDevice::new(EmulatedDevice::default(), Faults::default());
-        let mut engine =
-            engine::open_placed(device, vram, &model, &options(), &little, &mut no_progress)
-                .unwrap();
+        let mut engine = engine::open_placed(
+            vec![(device, vram)],
+            &model,
+            &options(),
+            &little,
+            &mut no_progress,
+        )
+        .unwrap();
         engine.begin(4, Wanted::Last).unwrap();
         assert!(engine.forward(&ids, Wanted::Last).unwrap() == expected);
         let placement = engine.placement();
@@ -596,9 +600,39 @@ fn out_of_memory_is_planned_again() {
         assert!(placement.hits().is_some());
         assert!(placement.predicted_us.is_some());
     }
+    // Two devices and three, recorded: the same tokens one by one.
+    for n in [2, 3] {
+        let little = request(dir.path(), fixed + (1 << 20), 300_000);
+        let devices: Vec<_> = (0..n)
+            .map(|_| {
+                (
+                    MockDevice::new(EmulatedDevice::default(), Faults::default()),
+                    vram,
+                )
+            })
+            .collect();
+        let used = devices[1].0.done().clone();
+        let opened = engine::open_placed(devices, &model, &options(), &little, &mut no_progress);
+        let mut engine = opened.unwrap();
+        assert!(used.allocated.load(Relaxed) > 300_000, "has experts");
+        engine.begin(8, Wanted::Last).unwrap();
+        assert!(engine.forward(&ids, Wanted::Last).unwrap() == expected);
+        whole.begin(8, Wanted::Last).unwrap();
+        whole.forward(&ids, Wanted::Last).unwrap();
+        for id in [7, 8, 9] {
+            let expected = whole.forward(&[id], Wanted::Last).unwrap();
+            assert!(engine.forward(&[id], Wanted::Last).unwrap() == expected);
+        }
+    }
     let nothing = request(dir.path(), fixed - 1, 0);
     let device = MockDevice::new(EmulatedDevice::default(), Faults::default());
-    let error = engine::open_placed(device, vram, &model, &options(), &nothing, &mut no_progress);
+    let error = engine::open_placed(
+        vec![(device, vram)],
+        &model,
+        &options(),
+        &nothing,
+        &mut no_progress,
+    );
     let error = error.err().unwrap().to_string();
     assert!(error.contains("hold no model whose dense part"), "{error}");
 }

@@ -94,6 +94,7 @@ fn side(text: &str, args: &DecodeArgs) -> anyhow::Result<Side> {
             },
             tier: None,
             form: Form::Fused,
+            devices: vec![0],
             placed: None,
             positions,
             speculate: 0,
@@ -118,6 +119,10 @@ fn side(text: &str, args: &DecodeArgs) -> anyhow::Result<Side> {
             ("tier", "ans") => side.options.tier = Some(expert::Tier::Ans),
             ("kernel", "fused") => side.options.form = Form::Fused,
             ("kernel", "unfused") => side.options.form = Form::Unfused,
+            ("devices", _) => {
+                let numbers = value.split('+').map(str::parse).collect::<Result<_, _>>();
+                side.options.devices = numbers.map_err(|_| wrong("devices=0+1"))?;
+            }
             ("profile", _) => request.profile = Some(value.into()),
             ("rates", _) => request.rates = Some(value.into()),
             ("model", _) => side.dir = value.into(),
@@ -125,12 +130,13 @@ fn side(text: &str, args: &DecodeArgs) -> anyhow::Result<Side> {
             ("kernel", _) => return Err(wrong("kernel=fused or kernel=unfused")),
             _ => {
                 return Err(wrong(
-                    "vram, ram, tiers, tier, kernel, profile, rates or model",
+                    "vram, ram, tiers, tier, kernel, devices, profile, rates or model",
                 ));
             }
         }
     }
-    if request.vram.is_some() || request.ram.is_some() || request.tiers.is_some() {
+    let several = side.options.devices.len() > 1;
+    if several || request.vram.is_some() || request.ram.is_some() || request.tiers.is_some() {
         if side.options.tier.take() == Some(expert::Tier::Raw) {
             request
                 .tiers

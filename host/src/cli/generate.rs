@@ -37,6 +37,9 @@ pub struct EngineArgs {
     kernel: KernelArg,
     #[command(flatten)]
     budget: BudgetArgs,
+    /// GPUs to spread experts over, by number; one given twice is two of them
+    #[arg(long, value_name = "N,...", value_delimiter = ',', default_value = "0")]
+    devices: Vec<u32>,
 }
 
 #[derive(Args)]
@@ -99,6 +102,10 @@ impl EngineArgs {
         positions: usize,
         speculate: usize,
     ) -> anyhow::Result<Box<dyn Engine>> {
+        anyhow::ensure!(
+            (1..=256).contains(&self.devices.len()),
+            "--devices: expected 1 to 256 of them"
+        );
         let options = Options {
             device: match self.device {
                 DeviceArg::Auto => Device::Auto,
@@ -116,6 +123,7 @@ impl EngineArgs {
                 KernelArg::Unfused => Form::Unfused,
             },
             speculate,
+            devices: self.devices.clone(),
             placed: (self.budget.any()).then(|| self.budget.request(positions)),
             positions,
         };

@@ -388,7 +388,9 @@ impl<D: Device> Backend for KernelBackend<D> {
     type Error = KernelError;
 
     fn describe(&self) -> String {
-        self.device.describe()
+        let devices = std::iter::once(self).chain(&self.peers);
+        let names: Vec<String> = devices.map(|b| b.device.describe()).collect();
+        names.join(" + ")
     }
 
     fn alloc<T: Pod>(&self, len: usize) -> Result<Self::Buf<T>> {
