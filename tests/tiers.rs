@@ -43,6 +43,7 @@ fn make(scales: ScaleKind, dense: DenseFormat) -> tempfile::TempDir {
         seed: 3,
         skew: Some(Skew::PUBLISHED),
         hot: 0.0,
+        target: None,
         dense,
         tokenizer: None,
     };

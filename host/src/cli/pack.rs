@@ -136,23 +136,29 @@ impl Passes {
     }
 }
 
+/// What the GPU in this machine with the least shared memory is, and its name.
+pub(super) fn here() -> Option<(Target, String)> {
+    let devices = (0..CudaDevice::count()).filter_map(|i| CudaDevice::info(i).ok());
+    let info = devices.min_by_key(|info| info.shared_per_block)?;
+    let (major, minor) = info.capability;
+    let target = Target {
+        name: format!("sm_{major}{minor}"),
+        shared_per_block: info.shared_per_block,
+    };
+    Some((target, info.to_string()))
+}
+
 /// The symbols that suit the target, and why.
 fn choose_symbols(target: Option<&Target>, shape: &ExpertShape) -> (Symbol, String) {
     let (target, of) = match target {
         Some(target) => (target.clone(), String::new()),
         None => {
-            let devices = (0..CudaDevice::count()).filter_map(|i| CudaDevice::info(i).ok());
-            let Some(info) = devices.min_by_key(|info| info.shared_per_block) else {
+            let Some((target, name)) = here() else {
                 let why = "pairs: there is no GPU here, and their table fits all; --target ARCH \
                            chooses for another machine";
                 return (Symbol::Pair, why.into());
             };
-            let (major, minor) = info.capability;
-            let target = Target {
-                name: format!("sm_{major}{minor}"),
-                shared_per_block: info.shared_per_block,
-            };
-            (target, format!(", {info} in this machine"))
+            (target, format!(", {name} in this machine"))
         }
     };
     let symbol = target.symbol(shape);

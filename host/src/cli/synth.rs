@@ -6,7 +6,9 @@ use std::sync::Mutex;
 use clap::{Args, ValueEnum};
 
 use super::convert::DenseArg;
+use super::pack::here;
 use super::ui::{self, Progress};
+use crate::archive::target::Target;
 use crate::expert::ScaleKind;
 use crate::interrupt;
 use crate::synth::{Options, Phase, Shape, Skew, synthesise};
@@ -32,6 +34,10 @@ pub struct SynthArgs {
     /// Share of each layer's experts, the most used, whose records are plane3
     #[arg(long, value_name = "SHARE", default_value_t = 0.0, value_parser = share)]
     hot: f64,
+    /// GPU architecture that the archive is for, as `host pack` takes it [default: the GPU in this
+    /// machine, else pairs, which fit all]
+    #[arg(long, value_name = "ARCH", value_parser = Target::named)]
+    target: Option<Target>,
     /// Number format of the routed experts
     #[arg(long, value_enum, default_value = "int4-row")]
     experts: Format,
@@ -89,6 +95,7 @@ pub fn run(args: SynthArgs) -> anyhow::Result<()> {
         seed: args.seed,
         skew: args.skew.0,
         hot: args.hot,
+        target: args.target.or_else(|| here().map(|(target, _)| target)),
         dense: args.dense.into(),
         tokenizer: args.tokenizer,
     };

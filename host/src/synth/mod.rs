@@ -16,7 +16,10 @@ use std::path::{Path, PathBuf};
 use rayon::prelude::*;
 use safetensors::tensor::Dtype;
 
-use crate::archive::{Archive, ArchiveError, ExpertSource, PackOptions, Summary, pack};
+use crate::archive::target::Target;
+use crate::archive::{
+    Archive, ArchiveError, ExpertSource, PackOptions, Summary, SymbolChoice, pack,
+};
 use crate::bench::synth::{self, Rng};
 use crate::convert::{DenseFormat, to_int8};
 use crate::expert::{ExpertShape, RawMatrix, ScaleKind};
@@ -47,6 +50,8 @@ pub struct Options {
     pub skew: Option<Skew>,
     /// Share of each layer's experts, the most used, whose records are plane3.
     pub hot: f64,
+    /// GPU architecture that the archive is for; without one pairs, which fit all.
+    pub target: Option<Target>,
     /// Format of the dense matrices that a conversion would quantise.
     pub dense: DenseFormat,
     /// A `tokenizer.json` to copy; by default one of single bytes.
@@ -205,6 +210,7 @@ pub fn synthesise(
         }
     }
     let place = |(i, _): (usize, &bool)| (layers[i / n], i % n);
+    let shape = config.expert_shape(options.scales);
     let pack_options = PackOptions {
         hot: hot
             .iter()
@@ -212,10 +218,14 @@ pub fn synthesise(
             .filter(|(_, h)| **h)
             .map(place)
             .collect(),
+        symbols: match &options.target {
+            None => SymbolChoice::Auto,
+            Some(target) => SymbolChoice::Always(target.symbol(&shape)),
+        },
         ..PackOptions::default()
     };
     let experts = Experts {
-        shape: config.expert_shape(options.scales),
+        shape,
         first: stand_ins(&hot, options.distinct),
         layers,
         experts: n,
