@@ -4,25 +4,12 @@
 //! weights of signed bytes the query is multiplied by the row's scale first (rounded),
 //! `fma(q[h][j] * scales[h * (nope + value) + j], kv_b[...][c])`.
 //!
-<<<<<<< HEAD
-//! 1. A thread owns two neighbouring columns `c` of one head, so a warp reads 128 neighbouring
-//!    bytes of each weight row; the sum runs over rows, in order, in registers.
-//! 2. Four tokens share each weight that was read; a single token takes a body of its own.
-//!
-//! With weights of signed bytes, [`absorb_query_int8()`], the query is multiplied by the row's scale
-//! first (rounded), `fma(q[h][j] * scales[h * (nope + value) + j], kv_b[...][c])`:
-//!
-//! 3. A thread owns four neighbouring columns, so a warp reads 128 neighbouring bytes too. 16 rows are
-//!    under way at once, each reloaded into the register that it leaves; the first ones are loaded
-//!    ahead of the wait for the kernel before. A latent size that is no multiple of 4 takes bytes.
-=======
 //! 1. A thread owns the columns of one 32-bit word of one head, so a warp reads 128 neighbouring bytes
 //!    of each weight row; the sum runs over rows, in order, in registers.
 //! 2. [`AHEAD`] rows are under way at once, each reloaded into the register that it leaves; the first
 //!    ones are loaded ahead of the wait for the kernel before. A latent size that is no multiple of a
 //!    word takes single columns.
 //! 3. Four tokens share each weight that was read; a single token takes a body of its own.
->>>>>>> c0d7fb1 (Dense kernels with their loads under way: one way for bf16 and bytes)
 
 use bytemuck::{Pod, Zeroable};
 use cuda_std::mem::{Global, GlobalMut, Slice};

@@ -150,9 +150,11 @@ pub fn rates<D: Device + Clone + 'static>(
         && let Some(file) = &file
         && file.exists()
     {
-        let kept = Calibration::read(file)?;
-        if kept.machine == machine {
-            return Ok((kept, false));
+        match Calibration::read(file) {
+            Ok(kept) if kept.machine == machine => return Ok((kept, false)),
+            Ok(_) => (),
+            // Those of an older version, say.
+            Err(e) => tracing::warn!("measuring again: {e}"),
         }
     }
     let found = Calibration {
