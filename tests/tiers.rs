@@ -603,19 +603,23 @@ fn out_of_memory_is_planned_again() {
     }
     // Two devices and three, recorded: the same tokens one by one.
     for n in [2, 3] {
-        let little = request(dir.path(), fixed + (1 << 20), 0);
+        // The first has room for what is no expert, and what is kept free.
+        let little = Request {
+            vram: None,
+            ..request(dir.path(), 0, 0)
+        };
         let devices: Vec<_> = (0..n)
-            .map(|_| {
-                (
-                    MockDevice::new(EmulatedDevice::default(), Faults::default()),
-                    vram,
-                )
+            .map(|i| {
+                let device = MockDevice::new(EmulatedDevice::default(), Faults::default());
+                let free = if i == 0 { fixed + (257 << 20) } else { 1 << 30 };
+                (device, free)
             })
             .collect();
         let used = devices[1].0.done().clone();
         let opened = engine::open_placed(devices, &model, &options(), &little, &mut no_progress);
         let mut engine = opened.unwrap();
-        assert!(used.allocated.load(Relaxed) > 300_000, "has experts");
+        let has = used.allocated.load(Relaxed);
+        assert!(has > 300_000, "{has} bytes: {}", engine.placement());
         engine.begin(8, Wanted::Last).unwrap();
         assert!(engine.forward(&ids, Wanted::Last).unwrap() == expected);
         whole.begin(8, Wanted::Last).unwrap();

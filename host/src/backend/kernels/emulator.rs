@@ -29,7 +29,10 @@ pub struct Tape {
 
 /// Where a device's tape goes, and the tape that devices share.
 #[derive(Clone, Default)]
-struct Slot(Arc<Mutex<Option<(ThreadId, Arc<Mutex<Tape>>)>>>);
+struct Slot(Arc<Mutex<Option<Recorder>>>);
+
+/// The thread that records, and its tape.
+type Recorder = (ThreadId, Arc<Mutex<Tape>>);
 
 impl std::fmt::Debug for Slot {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
@@ -303,9 +306,11 @@ impl Device for EmulatedDevice {
     }
 
     fn end_recording(devices: &[&Self]) -> Result<Tape, DeviceError> {
-        let tapes = devices.iter().filter_map(|d| lock(&d.tape.0).take());
-        // All are the same.
-        let tape = tapes.last();
+        let mut tape = None;
+        for device in devices {
+            // All are the same.
+            tape = lock(&device.tape.0).take();
+        }
         Ok(tape.map_or_else(Tape::default, |(_, t)| std::mem::take(&mut *lock(&t))))
     }
 
