@@ -5,11 +5,12 @@
 //! unfused (decode to scratch, then raw). Outputs start as a pattern, so that what a kernel must
 //! leave alone is checked as well as what it must write.
 
+#[path = "suite/nibbles.rs"]
+mod nibbles;
 #[path = "suite/sample.rs"]
 mod sample;
 
 use std::sync::OnceLock;
-use std::time::{SystemTime, UNIX_EPOCH};
 
 use cuda_std::mem::Slice;
 use gpu::abi::{
@@ -22,20 +23,23 @@ use gpu::layout::{Blocks, Folds, Symbol};
 use gpu::plane3::{Layout, PLANE_BYTES};
 use host::backend::kernels::{
     CudaDevice, DecodePlane3, DecodeRansPair, DecodeRansTriple, Device, DeviceLimits, DeviceMemory,
-    EmulatedDevice, Launch, MatmulPlane3, MatmulPlane3Half, MatmulPlane3Narrow, MatmulRansPair,
-    MatmulRansTokensPair, MatmulRansTokensTriple, MatmulRansTriple, MatmulRaw, MatmulRawMma,
-    MatmulRawTokens,
+    EmulatedDevice, Launch, MatmulPlane3, MatmulPlane3Half, MatmulPlane3Narrow, MatmulRansMmaPair,
+    MatmulRansMmaTriple, MatmulRansPair, MatmulRansTokensPair, MatmulRansTokensTriple,
+    MatmulRansTriple, MatmulRaw, MatmulRawMma, MatmulRawNarrow, MatmulRawTokens,
 };
 use host::codec::{Table, count_symbols, encode, plane3};
+use nibbles::{DATA, Data, Rng};
 
 /// Kernels of this suite.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Kernel {
     Raw,
+    RawNarrow,
     RawTokens,
     RawMma,
     Rans(Symbol),
     RansTokens(Symbol),
+    RansMma(Symbol),
     Decode(Symbol),
     /// Strips of a segment.
     Plane3(usize),
@@ -67,6 +71,7 @@ impl<D: Device> On<D> {
         let done = unsafe {
             match kernel {
                 Kernel::Raw => self.0.launch::<MatmulRaw>(*launch, *args),
+                Kernel::RawNarrow => self.0.launch::<MatmulRawNarrow>(*launch, *args),
                 Kernel::RawTokens => self.0.launch::<MatmulRawTokens>(*launch, *args),
                 Kernel::RawMma => self.0.launch::<MatmulRawMma>(*launch, *args),
                 Kernel::Rans(Symbol::Pair) => self.0.launch::<MatmulRansPair>(*launch, *args),
@@ -76,6 +81,10 @@ impl<D: Device> On<D> {
                 }
                 Kernel::RansTokens(Symbol::Triple) => {
                     self.0.launch::<MatmulRansTokensTriple>(*launch, *args)
+                }
+                Kernel::RansMma(Symbol::Pair) => self.0.launch::<MatmulRansMmaPair>(*launch, *args),
+                Kernel::RansMma(Symbol::Triple) => {
+                    self.0.launch::<MatmulRansMmaTriple>(*launch, *args)
                 }
                 Kernel::Decode(Symbol::Pair) => self.0.launch::<DecodeRansPair>(*launch, *args),
                 Kernel::Decode(Symbol::Triple) => self.0.launch::<DecodeRansTriple>(*launch, *args),
@@ -108,77 +117,6 @@ fn cuda() -> Option<On<CudaDevice>> {
         Some(CudaDevice::new(0).unwrap())
     });
     device.clone().map(On)
-}
-
-/// SplitMix64.
-struct Rng(u64);
-
-impl Rng {
-    /// A fresh seed, printed; `ANSATZ_SEED` repeats one.
-    fn fresh() -> Self {
-        let seed = match std::env::var("ANSATZ_SEED") {
-            Ok(seed) => seed.parse().expect("ANSATZ_SEED: a number"),
-            Err(_) => SystemTime::now()
-                .duration_since(UNIX_EPOCH)
-                .unwrap()
-                .as_nanos() as u64,
-        };
-        println!("ANSATZ_SEED={seed}");
-        Self(seed)
-    }
-    fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let z = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
-    }
-    fn below(&mut self, n: usize) -> usize {
-        (self.next() % n as u64) as usize
-    }
-    fn pick<T: Copy>(&mut self, of: &[T]) -> T {
-        of[self.below(of.len())]
-    }
-}
-
-/// How nibbles are distributed.
-#[derive(Clone, Copy, Debug)]
-enum Data {
-    Gaussian,
-    Skewed,
-    Uniform,
-    Single,
-    Extreme,
-}
-
-const DATA: [Data; 5] = [
-    Data::Gaussian,
-    Data::Skewed,
-    Data::Uniform,
-    Data::Single,
-    Data::Extreme,
-];
-
-impl Data {
-    fn nibble(self, rng: &mut Rng) -> u8 {
-        let r = rng.next();
-        match self {
-            // Sum of eight digits of a quarter each, near a normal distribution.
-            Data::Gaussian => {
-                let sum: u64 = (0..8).map(|i| r >> (2 * i) & 3).sum();
-                (sum as i64 * 2 / 3).clamp(0, 15) as u8
-            }
-            Data::Skewed => (r | 1 << 15).trailing_zeros() as u8,
-            Data::Uniform => (r & 15) as u8,
-            Data::Single => 9,
-            Data::Extreme => {
-                if r & 1 == 0 {
-                    0
-                } else {
-                    15
-                }
-            }
-        }
-    }
 }
 
 /// How a matrix is stored.
@@ -222,6 +160,8 @@ struct Case {
     /// Several tokens: coded, up to 8 of them in registers and not in shared memory; raw with row
     /// scales, on tensor cores.
     direct: bool,
+    /// Coded, 2 to 8 tokens, row scales: on tensor cores where the width suits.
+    mma: bool,
 }
 
 struct Matrix {
@@ -522,16 +462,27 @@ impl<'a, D: Device> Layer<'a, D> {
                 continue;
             }
             args.max_tokens = 1;
+            args.stage = u32::from(most > 1);
             let launch = coded_plan::matmul_rans(&limits, symbol, &self.folds, jobs).unwrap();
             self.runner.launch(Kernel::Rans(symbol), &launch, &args)?;
             if most > 1 && case.direct {
-                let (launch, stage, tokens) =
-                    coded_plan::matmul_rans_tokens(&limits, symbol, &self.folds, most, jobs)
-                        .unwrap();
-                args.stage = stage;
+                let sets = (self.active.len() * self.folds.segs()) as u64;
+                let per_set = (case.count * blocks.blocks) as u64;
+                let mma = coded_plan::matmul_rans_mma(&limits, symbol, &self.folds, sets, per_set)
+                    .filter(|_| case.mma && !case.grouped);
+                let (kernel, launch, tokens);
+                (kernel, (launch, args.stage, tokens)) = match mma {
+                    Some((launch, stage)) => {
+                        (Kernel::RansMma(symbol), (launch, stage, most.min(8)))
+                    }
+                    None => (
+                        Kernel::RansTokens(symbol),
+                        coded_plan::matmul_rans_tokens(&limits, symbol, &self.folds, most, jobs)
+                            .unwrap(),
+                    ),
+                };
                 (args.min_tokens, args.max_tokens) = (2, tokens);
-                self.runner
-                    .launch(Kernel::RansTokens(symbol), &launch, &args)?;
+                self.runner.launch(kernel, &launch, &args)?;
             }
             // All others are decoded first.
             if most > args.max_tokens {
@@ -593,6 +544,8 @@ impl<'a, D: Device> Layer<'a, D> {
                 Kernel::RawMma
             } else if several {
                 Kernel::RawTokens
+            } else if self.folds.fold < gpu::matmul_raw::NARROW {
+                Kernel::RawNarrow
             } else {
                 Kernel::Raw
             };
@@ -705,6 +658,7 @@ fn simple(rows: usize, cols: usize, codec: Codec) -> Case {
         codecs: vec![codec],
         unfused: false,
         direct: true,
+        mma: true,
     }
 }
 
@@ -773,8 +727,34 @@ fn several_tokens<D: Device>(runner: &On<D>) {
                 case.data = rng.pick(&DATA);
                 case.unfused = rng.below(4) == 0;
                 case.direct = rng.below(4) != 0;
+                case.mma = rng.below(3) != 0;
                 check(runner, &case, &mut rng);
             }
+        }
+    }
+}
+
+/// 2 to 8 tokens on tensor cores: windows cut short, blocks of different heights, matrices of other codecs
+/// between, more windows than a device takes at a time.
+fn tensor_cores<D: Device>(runner: &On<D>) {
+    let mut rng = Rng::fresh();
+    for (rows, cols, tokens, codecs) in [
+        (1, 2048, vec![8], vec![TRIPLE]),
+        (97, 2048, vec![3], vec![PAIR]),
+        (130, 4096, vec![2, 1, 8], vec![TRIPLE]),
+        (130, 2048, vec![7, 9, 2, 2], vec![PAIR]),
+        (
+            49,
+            6144,
+            vec![1, 4, 8],
+            vec![TRIPLE, PAIR, Codec::Raw, TRIPLE],
+        ),
+        (700, 2048, vec![5], vec![TRIPLE]),
+    ] {
+        for data in [Data::Gaussian, Data::Extreme] {
+            let mut case = simple(rows, cols, codecs[0]);
+            (case.tokens, case.codecs, case.data) = (tokens.clone(), codecs.clone(), data);
+            check(runner, &case, &mut rng);
         }
     }
 }
@@ -840,6 +820,7 @@ fn damaged<D: Device>(runner: &On<D>) {
         case.tokens = vec![1 + 2 * rng.below(2)];
         case.unfused = rng.below(3) == 0;
         case.direct = rng.below(2) == 0;
+        case.mma = rng.below(2) == 0;
         case.count = 1;
         let mut layer = Layer::new(runner, &case, &mut rng);
         // The first matrix of expert 1 is the one that the launches read.
@@ -974,6 +955,7 @@ suites!(
     every_width,
     every_height,
     several_tokens,
+    tensor_cores,
     mixed_codecs,
     large,
     damaged,

@@ -59,8 +59,9 @@ pub struct MatrixDesc {
 
 const _: () = assert!(size_of::<MatrixDesc>() == 72);
 
-/// Arguments of the expert kernels: `matmul_raw`, `matmul_raw_tokens`, `matmul_raw_mma`, `matmul_rans_*`,
-/// `matmul_rans_tokens_*`, `decode_rans_*`, `matmul_plane3`, `decode_plane3`.
+/// Arguments of the expert kernels: `matmul_raw`, `matmul_raw_tokens`, `matmul_raw_mma`,
+/// `matmul_raw_narrow`, `matmul_rans_*`,
+/// `matmul_rans_tokens_*`, `matmul_rans_mma_*`, `decode_rans_*`, `matmul_plane3`, `decode_plane3`.
 ///
 /// A launch covers matrices `first .. first + count` (gate and up, or down) of the active experts
 /// `active_begin .. min(active_end, n_active)`; all of them are `[rows, cols]`. A kernel passes over
@@ -123,7 +124,8 @@ pub struct ExpertArgs {
     /// 1: a scale for each 64 columns of a row; 0: one a row.
     pub grouped: u32,
     /// `matmul_rans_tokens_*`: of how many experts the activations of all tokens in a segment fit the
-    /// block's shared memory beside all else.
+    /// block's shared memory beside all else. `matmul_rans_mma_*`: jobs of a window, 1 to 8.
+    /// `matmul_rans_*`: not 0 where it may be that no expert has one token.
     pub stage: u32,
     /// Parts of a segment in `out`. 1, but where a launch of `matmul_plane3`, whose segments are
     /// those parts, fills the same `out`: others leave their results in the first part, and that

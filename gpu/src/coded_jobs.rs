@@ -72,6 +72,21 @@ pub(crate) fn covered(args: &ExpertArgs, most: u32, k: u32) -> (u32, u32) {
     (found, seen)
 }
 
+/// Whether any active expert that the launch covers has one token. A warp operation.
+#[inline(always)]
+pub(crate) fn any_single(args: &ExpertArgs) -> bool {
+    // SAFETY: an array that no kernel in flight writes.
+    let active = unsafe { Global::<[u32; 4]>::new(args.active) };
+    let active = active.cast::<u32>();
+    let mut found = false;
+    let mut i = warp::lane_id();
+    while i < active_count(args) {
+        found |= active.load((args.active_begin + i) * 4 + 2) == 1;
+        i += LANES as u32;
+    }
+    warp::any(found)
+}
+
 /// Job `number` of (active expert, matrix, block, segment), the last fastest, and its matrix.
 #[inline(always)]
 pub(crate) fn job(args: &ExpertArgs, number: u32, blocks: u32) -> (Job, MatrixDesc) {

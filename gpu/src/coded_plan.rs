@@ -5,8 +5,8 @@ use crate::launch::{DeviceLimits, Launch};
 use crate::layout::{Folds, Symbol};
 use crate::plane3::Layout;
 use crate::{
-    decode_plane3, decode_rans, matmul_plane3, matmul_rans, matmul_rans_tokens, matmul_raw,
-    matmul_raw_mma,
+    decode_plane3, decode_rans, matmul_plane3, matmul_rans, matmul_rans_mma, matmul_rans_tokens,
+    matmul_raw, matmul_raw_mma, matmul_raw_narrow,
 };
 
 /// A device that a kernel does not fit.
@@ -144,6 +144,35 @@ pub fn matmul_rans_tokens(
     Ok((launch, stage, tokens))
 }
 
+/// `matmul_rans_mma_*`: the launch and [`crate::abi::ExpertArgs::stage`], where the device has room for
+/// it and the columns suit. `sets` is the number of (active expert, segment) at most, `per_set` that of
+/// a set's (matrix, block) at most.
+///
+/// Windows are as short as the number of rounds allows.
+pub fn matmul_rans_mma(
+    limits: &DeviceLimits,
+    symbol: Symbol,
+    folds: &Folds,
+    sets: u64,
+    per_set: u64,
+) -> Option<(Launch, u32)> {
+    let shared = table_bytes(symbol) + matmul_rans_mma::SHARED;
+    if folds.seg_cols() != matmul_rans_mma::COLS
+        || folds.rounds != 1
+        || shared > limits.shared_per_block
+    {
+        return None;
+    }
+    let teams = u64::from(limits.sms * matmul_rans_mma::TEAMS);
+    let windows = |stage: u32| sets * per_set.div_ceil(u64::from(stage));
+    let rounds = |stage| windows(stage).div_ceil(teams);
+    let most = matmul_rans_mma::TEAM;
+    let stage = (1..=most).find(|stage| rounds(*stage) == rounds(most))?;
+    let grid = windows(stage).clamp(1, u64::from(limits.sms)) as u32;
+    let launch = Launch::new([grid, 1, 1], matmul_rans_mma::THREADS).shared(shared);
+    Some((launch, stage))
+}
+
 /// `matmul_plane3`, `matmul_plane3_half` or `matmul_plane3_narrow`, by the layout's strips: as many
 /// blocks as are resident at once. `matrices` is the number of (expert, matrix) at most.
 pub fn matmul_plane3(limits: &DeviceLimits, layout: &Layout, matrices: u64) -> Launch {
@@ -176,7 +205,7 @@ fn plane3_launch(
     Launch::new([grid, 1, 1], warps * 32).shared(warps * warp_bytes)
 }
 
-/// `matmul_raw` (`several` false) or `matmul_raw_tokens`: the launch and
+/// `matmul_raw` or, for narrow folds, `matmul_raw_narrow` (`several` false), or `matmul_raw_tokens`: the launch and
 /// [`crate::abi::ExpertArgs::job_rows`]. `matrices` is the number of (expert, matrix) at most.
 ///
 /// Rows of a job are chosen so that the warps' last round is full, at a cost of about 4 rows for a
@@ -190,6 +219,8 @@ pub fn matmul_raw(
 ) -> (Launch, u32) {
     let (threads, blocks) = if several {
         (matmul_raw::THREADS_TOKENS, 2)
+    } else if folds.fold < matmul_raw::NARROW {
+        (matmul_raw_narrow::THREADS, matmul_raw_narrow::BLOCKS)
     } else {
         (matmul_raw::THREADS, 3)
     };
@@ -254,6 +285,24 @@ mod tests {
         assert_eq!((launch.threads, stage, most), (512, 2, 8));
         let (launch, stage, most) = direct(2).unwrap();
         assert_eq!((launch.threads, stage, most), (512, 8, 2));
+    }
+
+    #[test]
+    fn windows_fill_an_h200() {
+        let wide = Folds::new(6144).unwrap();
+        // Gate and up of 8 experts: 24 sets of 86 jobs.
+        let (launch, stage) = matmul_rans_mma(&H200, Symbol::Triple, &wide, 24, 86).unwrap();
+        assert_eq!((launch.grid[0], launch.threads, stage), (132, 512, 8));
+        assert!(launch.shared <= H200.shared_per_block);
+        // Of 3 experts.
+        let (launch, stage) = matmul_rans_mma(&H200, Symbol::Triple, &wide, 9, 86).unwrap();
+        assert_eq!((launch.grid[0], stage), (132, 3));
+        let narrow = Folds::new(1536).unwrap();
+        assert_eq!(matmul_rans_mma(&H200, Symbol::Pair, &narrow, 24, 86), None);
+        assert_eq!(
+            matmul_rans_mma(&RTX_5090, Symbol::Pair, &wide, 24, 86),
+            None
+        );
     }
 
     #[test]

@@ -32,8 +32,8 @@ pub use crate::abi::ExpertArgs;
 use crate::abi::MatrixDesc;
 use crate::coded::{CHECK, Code, Decoder, Pair, RING, Triple, start_table, table_barrier, unroll};
 use crate::coded_jobs::{
-    Fold, active_count, fault, group_scales, input_row, job, lane_gsum, lane_word, out_index,
-    row_groups, store_group,
+    Fold, active_count, any_single, fault, group_scales, input_row, job, lane_gsum, lane_word,
+    out_index, row_groups, store_group,
 };
 use crate::layout::{LANES, Symbol};
 
@@ -106,6 +106,10 @@ unsafe fn matmul<C: Code>(args: &ExpertArgs) {
     let bytes = C::TABLE * 4 + warps * warp_bytes(pairs);
     // SAFETY: the launch has that much.
     let shared = unsafe { Shared::<u32>::dynamic(0, bytes / 4) };
+    if args.stage != 0 && !any_single(args) {
+        grid::wait();
+        return;
+    }
     start_table::<C>(args.table, shared);
 
     let one = args.count.min(1);

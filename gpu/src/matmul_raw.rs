@@ -1,4 +1,5 @@
-//! Raw int4 expert matrices times tokens: `matmul_raw` (one token), `matmul_raw_tokens` (several).
+//! Raw int4 expert matrices times tokens: `matmul_raw` (one token, folds of 1,024 columns or more),
+//! `matmul_raw_tokens` (several).
 //!
 //! Results as of `matmul_rans_*`, from packed nibbles in memory, row-major, the even column in the
 //! low half of a byte. Coded matrices come from `scratch`, where `decode_rans_*` left them.
@@ -14,7 +15,8 @@
 //! 3. One token: activations stay in registers; two rows in flight, each reloaded into the registers
 //!    that it leaves.
 //! 4. Several tokens: 4 rows stay in registers while all tokens pass by, 4 at a time.
-//! 5. Folds of fewer than 1,024 columns go through a plain loop, with as wide loads as they allow.
+//! 5. Several tokens, folds of fewer than 1,024 columns: a plain loop, with as wide loads as they allow.
+//!    One token: [`crate::matmul_raw_narrow`].
 
 use cuda_std::intrinsics::{dp2a_hi_s32_u32, dp2a_lo_s32_u32, prmt};
 use cuda_std::mem::Global;
@@ -35,10 +37,14 @@ pub const THREADS: u32 = 256;
 /// Threads of a block of `matmul_raw_tokens`.
 pub const THREADS_TOKENS: u32 = 128;
 
+/// Folds of fewer columns than this are those of [`mod@crate::matmul_raw_narrow`].
+pub const NARROW: usize = 1024;
+
 /// Columns that a warp loads at a time, 16 bytes a lane.
 const CHUNK: u32 = 1024;
 
-/// See the module; passes over experts that have not exactly one token.
+/// See the module; passes over experts that have not exactly one token, and does nothing where folds are
+/// narrower.
 ///
 /// # Safety
 /// The arrays of `args` are as [`ExpertArgs`] says and live.
@@ -85,10 +91,9 @@ unsafe fn matmul<const SEVERAL: bool>(args: &ExpertArgs) {
             (1024, false) => one_token::<1>(args, &job, &desc, weights),
             (2048, true) => tokens::<2>(args, &job, &desc, weights),
             (1024, true) => tokens::<1>(args, &job, &desc, weights),
-            _ => {
-                grid::wait();
-                narrow(args, &job, &desc, weights);
-            }
+            (_, true) => narrow(args, &job, &desc, weights),
+            // Those of `matmul_raw_narrow`.
+            _ => (),
         }
     }
     grid::wait();
@@ -113,7 +118,7 @@ pub(crate) fn packed(args: &ExpertArgs, job: &Job, desc: &MatrixDesc) -> Option<
 
 /// First row of a job and its end.
 #[inline(always)]
-fn rows_of(args: &ExpertArgs, job: &Job) -> (u32, u32) {
+pub(crate) fn rows_of(args: &ExpertArgs, job: &Job) -> (u32, u32) {
     let first = job.block * args.job_rows;
     let end = first + args.job_rows;
     (first, if end < args.rows { end } else { args.rows })
@@ -122,7 +127,7 @@ fn rows_of(args: &ExpertArgs, job: &Job) -> (u32, u32) {
 /// Adds a word of 8 nibbles times 4 words of activations in the order of the nibbles: `even` holds
 /// columns (0, 2), (4, 6), `odd` (1, 3), (5, 7). The second sum is 16 times too large.
 #[inline(always)]
-fn multiply(word: u32, even: [u32; 2], odd: [u32; 2], sums: &mut [i32; 2]) {
+pub(crate) fn multiply(word: u32, even: [u32; 2], odd: [u32; 2], sums: &mut [i32; 2]) {
     let low = word & 0x0f0f_0f0f;
     let high = word & 0xf0f0_f0f0;
     sums[0] = dp2a_lo_s32_u32(even[0], low, sums[0]);
@@ -133,7 +138,7 @@ fn multiply(word: u32, even: [u32; 2], odd: [u32; 2], sums: &mut [i32; 2]) {
 
 /// Activations of columns 0 to 7 in the order of a word's nibbles.
 #[inline(always)]
-fn by_nibble(x: [u32; 4]) -> ([u32; 2], [u32; 2]) {
+pub(crate) fn by_nibble(x: [u32; 4]) -> ([u32; 2], [u32; 2]) {
     (
         [prmt(x[0], x[1], 0x5410), prmt(x[2], x[3], 0x5410)],
         [prmt(x[0], x[1], 0x7632), prmt(x[2], x[3], 0x7632)],
@@ -410,7 +415,7 @@ fn four_tokens<const N: usize>(
 /// A job of any number of tokens where a fold has fewer than 1,024 columns: a lane owns
 /// `fold / 32` neighbouring columns of each round.
 #[inline(always)]
-fn narrow(args: &ExpertArgs, job: &Job, desc: &MatrixDesc, weights: Global<u32>) {
+pub(crate) fn narrow(args: &ExpertArgs, job: &Job, desc: &MatrixDesc, weights: Global<u32>) {
     let lane = warp::lane_id();
     let (first, end) = rows_of(args, job);
     let fold = Fold::new(args, job.seg, lane);

@@ -14,6 +14,8 @@ const BOUNDS: &str = "// cuda_std.bounds ";
 const SHARED: &str = "// cuda_std.shared ";
 /// `cuda_std::grid`: from sm_90 on; launches do not overlap elsewhere, where it has nothing to do.
 const GRID: &str = "griddepcontrol.";
+/// `cuda_std::barrier`: waits that suspend, from sm_90 on, and those that do not.
+const WAITS: [&str; 2] = ["mbarrier.try_wait.", "mbarrier.test_wait."];
 /// The launch's dynamic shared memory.
 const DYNAMIC: &str = "__cuda_std_dynamic_shared";
 
@@ -280,6 +282,13 @@ fn write(
                     }
                 }
             }
+            let waits;
+            let line = if arch < Arch::Sm90 && line.contains(WAITS[0]) {
+                waits = line.replace(WAITS[0], WAITS[1]);
+                waits.as_str()
+            } else {
+                line
+            };
             rename(line, &names, &mut body);
             body.push('\n');
         }

@@ -58,6 +58,7 @@
     allow(internal_features)
 )]
 
+pub mod barrier;
 #[cfg(target_arch = "nvptx64")]
 pub(crate) mod device;
 #[cfg(not(target_arch = "nvptx64"))]

@@ -4,6 +4,7 @@
 //! matmuls read there how many experts are active.
 
 mod peers;
+mod rans;
 mod tiers;
 mod timed;
 
@@ -609,66 +610,6 @@ impl<D: Device> KernelBackend<D> {
         self.decode_and_multiply(class, decoded, groups, args, 2)
     }
 
-    /// Matrices in rANS, decoded while they are multiplied.
-    fn matmul_rans(
-        &self,
-        class: &Class<D::Memory>,
-        coded: &Coded<D::Memory>,
-        groups: &Groups,
-        args: ExpertArgs,
-    ) -> Result<()> {
-        let limits = self.device().limits();
-        let active = groups.most - groups.begin;
-        let jobs = active * class.count * coded.blocks * class.folds.segs();
-        let fused = |min_tokens, max_tokens| ExpertArgs {
-            table: coded.table.slice(),
-            blocks: coded.blocks as u32,
-            min_tokens,
-            max_tokens,
-            ..args
-        };
-        let launch = coded_plan::matmul_rans(limits, coded.symbol, &class.folds, jobs as u64)
-            .map_err(|e| self.does_not_fit(e))?;
-        match coded.symbol {
-            Symbol::Pair => self.launch::<MatmulRansPair>(launch, fused(1, 1))?,
-            Symbol::Triple => self.launch::<MatmulRansTriple>(launch, fused(1, 1))?,
-        }
-        let tokens = groups.tokens as u32;
-        let mut covered = 1;
-        if tokens > covered {
-            let (launch, stage, most) = coded_plan::matmul_rans_tokens(
-                limits,
-                coded.symbol,
-                &class.folds,
-                tokens,
-                jobs as u64,
-            )
-            .map_err(|e| self.does_not_fit(e))?;
-            let args = ExpertArgs {
-                stage,
-                ..fused(2, most)
-            };
-            match coded.symbol {
-                Symbol::Pair => self.launch::<MatmulRansTokensPair>(launch, args)?,
-                Symbol::Triple => self.launch::<MatmulRansTokensTriple>(launch, args)?,
-            }
-            covered = most;
-        }
-        if tokens > covered {
-            // So many that decoding once to memory and tensor cores from there are faster.
-            let decoded = Decoded {
-                coded: Some(coded),
-                plane3: None,
-            };
-            let args = ExpertArgs {
-                sources: 1 << abi::rans_codec(coded.symbol),
-                ..args
-            };
-            self.decode_and_multiply(class, decoded, groups, args, covered + 1)?;
-        }
-        Ok(())
-    }
-
     /// The matrices of `args.sources`, of experts with `least` tokens or more.
     fn matmul_raw(
         &self,
@@ -701,6 +642,8 @@ impl<D: Device> KernelBackend<D> {
                 self.launch::<MatmulRawMma>(launch, args)?;
             } else if several {
                 self.launch::<MatmulRawTokens>(launch, args)?;
+            } else if class.folds.fold < gpu::matmul_raw::NARROW {
+                self.launch::<MatmulRawNarrow>(launch, args)?;
             } else {
                 self.launch::<MatmulRaw>(launch, args)?;
             }

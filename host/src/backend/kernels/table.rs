@@ -130,6 +130,8 @@ kernels! {
     ActQuantise = act::act_quantise(ActArgs);
     /// Raw matrices of experts with one token.
     MatmulRaw = matmul_raw::matmul_raw(ExpertArgs);
+    /// The same where folds have fewer than 1,024 columns.
+    MatmulRawNarrow = matmul_raw_narrow::matmul_raw_narrow(ExpertArgs);
     /// Raw matrices of experts with several tokens.
     MatmulRawTokens = matmul_raw::matmul_raw_tokens(ExpertArgs);
     /// Raw matrices with row scales of experts with several tokens, on tensor cores.
@@ -142,6 +144,10 @@ kernels! {
     MatmulRansTokensPair = matmul_rans_tokens::matmul_rans_tokens_pair(ExpertArgs);
     /// Matrices coded in triples, likewise.
     MatmulRansTokensTriple = matmul_rans_tokens::matmul_rans_tokens_triple(ExpertArgs);
+    /// Matrices coded in pairs with row scales, of experts with 2 to 8 tokens, on tensor cores.
+    MatmulRansMmaPair = matmul_rans_mma::matmul_rans_mma_pair(ExpertArgs);
+    /// Matrices coded in triples, likewise.
+    MatmulRansMmaTriple = matmul_rans_mma::matmul_rans_mma_triple(ExpertArgs);
     /// Matrices coded in pairs to packed rows.
     DecodeRansPair = decode_rans::decode_rans_pair(ExpertArgs);
     /// Matrices coded in triples, likewise.

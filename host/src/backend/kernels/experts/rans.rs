@@ -1,0 +1,103 @@
+//! Which kernels multiply matrices in rANS, by tokens of an expert.
+
+use gpu::abi::{self, ExpertArgs};
+use gpu::coded_plan;
+use gpu::layout::Symbol;
+use gpu::matmul_rans_tokens::TOKENS;
+
+use super::{Class, Coded, Decoded, Groups};
+use crate::backend::kernels::device::Device;
+use crate::backend::kernels::ops::{KernelBackend, Result};
+use crate::backend::kernels::table::*;
+
+impl<D: Device> KernelBackend<D> {
+    /// Matrices in rANS, decoded while they are multiplied.
+    pub(super) fn matmul_rans(
+        &self,
+        class: &Class<D::Memory>,
+        coded: &Coded<D::Memory>,
+        groups: &Groups,
+        args: ExpertArgs,
+    ) -> Result<()> {
+        let limits = self.device().limits();
+        let jobs = (groups.most - groups.begin) * class.count * coded.blocks * class.folds.segs();
+        let tokens = groups.tokens as u32;
+        let args = ExpertArgs {
+            table: coded.table.slice(),
+            blocks: coded.blocks as u32,
+            stage: u32::from(tokens > 1),
+            min_tokens: 1,
+            max_tokens: 1,
+            ..args
+        };
+        let launch = coded_plan::matmul_rans(limits, coded.symbol, &class.folds, jobs as u64)
+            .map_err(|e| self.does_not_fit(e))?;
+        match coded.symbol {
+            Symbol::Pair => self.launch::<MatmulRansPair>(launch, args)?,
+            Symbol::Triple => self.launch::<MatmulRansTriple>(launch, args)?,
+        }
+        if tokens == 1 {
+            return Ok(());
+        }
+        let covered = self.matmul_rans_several(class, coded, groups, args)?;
+        if tokens > covered {
+            // So many that decoding once to memory and tensor cores from there are faster.
+            let decoded = Decoded {
+                coded: Some(coded),
+                plane3: None,
+            };
+            let args = ExpertArgs {
+                sources: 1 << abi::rans_codec(coded.symbol),
+                ..args
+            };
+            self.decode_and_multiply(class, decoded, groups, args, covered + 1)?;
+        }
+        Ok(())
+    }
+
+    /// Those of experts with 2 tokens or more, up to what is returned.
+    fn matmul_rans_several(
+        &self,
+        class: &Class<D::Memory>,
+        coded: &Coded<D::Memory>,
+        groups: &Groups,
+        args: ExpertArgs,
+    ) -> Result<u32> {
+        let limits = self.device().limits();
+        let sets = ((groups.most - groups.begin) * class.folds.segs()) as u64;
+        let per_set = (class.count * coded.blocks) as u64;
+        let mma = coded_plan::matmul_rans_mma(limits, coded.symbol, &class.folds, sets, per_set);
+        if let Some((launch, stage)) = mma.filter(|_| args.grouped == 0) {
+            let args = ExpertArgs {
+                stage,
+                min_tokens: 2,
+                max_tokens: TOKENS,
+                ..args
+            };
+            match coded.symbol {
+                Symbol::Pair => self.launch::<MatmulRansMmaPair>(launch, args)?,
+                Symbol::Triple => self.launch::<MatmulRansMmaTriple>(launch, args)?,
+            }
+            return Ok(TOKENS);
+        }
+        let (launch, stage, most) = coded_plan::matmul_rans_tokens(
+            limits,
+            coded.symbol,
+            &class.folds,
+            groups.tokens as u32,
+            sets * per_set,
+        )
+        .map_err(|e| self.does_not_fit(e))?;
+        let args = ExpertArgs {
+            stage,
+            min_tokens: 2,
+            max_tokens: most,
+            ..args
+        };
+        match coded.symbol {
+            Symbol::Pair => self.launch::<MatmulRansTokensPair>(launch, args)?,
+            Symbol::Triple => self.launch::<MatmulRansTokensTriple>(launch, args)?,
+        }
+        Ok(most)
+    }
+}
