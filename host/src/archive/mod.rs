@@ -482,7 +482,7 @@ impl Archive {
         let c = self.check(Place::Record { layer, expert });
         c.equal("length", range.len(), bytes.len())?;
         let mut h = blake3::Hasher::new();
-        h.update(bytes);
+        h.update_rayon(bytes);
         c.equal(
             "checksum",
             hex(&get::<16>(self.entry(i), 16)),

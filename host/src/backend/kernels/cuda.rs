@@ -660,8 +660,14 @@ impl Device for CudaDevice {
         inner.only_now("an upload")?;
         inner.enter()?;
         let mut staging = inner.staging();
-        let pinned = staging.up(data, || inner.synchronize())?;
         let mut to = memory.range(offset, data.len());
+        if data.len() > staging::SMALL {
+            let copied = staging.copy(data, &mut to, &inner.stream);
+            if copied.map_err(|e| inner.error("cuMemcpyHtoDAsync", e))? {
+                return Ok(());
+            }
+        }
+        let pinned = staging.up(data, || inner.synchronize())?;
         // SAFETY: both ranges are live. What was pinned stays as it is until the stream has been waited
         // for; else that is done below.
         unsafe { to.async_copy_from(pinned.unwrap_or(data), &inner.stream) }

@@ -32,6 +32,9 @@ use super::Experts;
 /// Bytes of records that are read and checked while as many are copied; two such buffers are pinned.
 const WAVE: usize = 256 << 20;
 
+/// Bytes that are copied from the page cache at a time.
+const PIECE: usize = 1 << 20;
+
 /// A record outside device memory.
 struct Away {
     bytes: usize,
@@ -160,7 +163,11 @@ fn load<'a>(layer: &TieredLayer<'a>, expert: usize, room: &'a mut [u8]) -> Resul
     let (at, bytes) = layer.archive.place_of(layer.number, expert)?;
     let start = room.as_ptr().addr();
     let read = if layer.cached {
-        room[..bytes].copy_from_slice(layer.archive.bytes(layer.number, expert)?);
+        // In pieces, so that few records keep many processors at work; so is the checksum.
+        let from = layer.archive.bytes(layer.number, expert)?;
+        (room[..bytes].par_chunks_mut(PIECE))
+            .zip(from.par_chunks(PIECE))
+            .for_each(|(to, from)| to.copy_from_slice(from));
         &room[..bytes]
     } else {
         let read = layer.file.read_into(at, bytes, room);
