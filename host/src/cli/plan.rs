@@ -13,7 +13,7 @@ use crate::interrupt;
 use crate::model::directory::ARCHIVE_FILE;
 use crate::model::{Config, check_archive};
 use crate::placement::Tier;
-use crate::placement::calibrate::Calibration;
+use crate::placement::calibrate::{self, Calibration};
 use crate::placement::request::{Request, Size};
 
 /// What experts may take, and what is known of their use.
@@ -155,6 +155,13 @@ pub fn run(args: PlanArgs) -> anyhow::Result<()> {
     if let Some(fastest) = fastest.filter(|i| dense(*i) < 0.95 * dense(0)) {
         on.swap(0, fastest);
         order.swap(0, fastest);
+    }
+    if matches!(args.device, DeviceArg::Cuda) && request.rates.is_none() && on.len() > 1 {
+        let first = CudaDevice::new(order[0])?;
+        for (i, (found, _)) in on.iter_mut().enumerate().skip(1) {
+            let other = CudaDevice::new(order[i])?;
+            found.rates.exchange = calibrate::exchange_between(&first, &other, &config)?;
+        }
     }
     let (found, free) = on.remove(0);
     if let Some(file) = &args.save_rates {

@@ -13,7 +13,7 @@ use crate::backend::kernels::{
 use crate::backend::reference::Reference;
 use crate::expert::{Form, Tier};
 use crate::model::{Config, Model, ModelError, Session, Source, Wanted, bytes_to_load, mtp};
-use crate::placement::calibrate::Calibration;
+use crate::placement::calibrate::{self, Calibration};
 use crate::placement::memory::DensePart;
 use crate::placement::request::{Request, RequestError, Size};
 use crate::placement::{self, Plan, Profile};
@@ -509,6 +509,19 @@ fn unusable(device: &'static str, e: impl std::fmt::Display) -> EngineError {
     }
 }
 
+/// What the first device and each of the others take to exchange a layer's activations.
+pub fn exchanges<D: crate::backend::kernels::Device>(
+    devices: &[(D, u64)],
+    rates: &mut [Calibration],
+    config: &Config,
+) -> Result<(), EngineError> {
+    for ((device, _), found) in devices.iter().zip(rates).skip(1) {
+        let line = calibrate::exchange_between(&devices[0].0, device, config);
+        found.rates.exchange = line.map_err(|e| unusable("cuda", e))?;
+    }
+    Ok(())
+}
+
 /// Rates of each device. The fastest at the dense part comes first, where it is 5% faster or more.
 fn rates_of<D: crate::backend::kernels::Device + Clone + 'static>(
     devices: &mut [(D, u64)],
@@ -527,6 +540,9 @@ fn rates_of<D: crate::backend::kernels::Device + Clone + 'static>(
     if let Some(fastest) = fastest.filter(|i| dense(*i) < 0.95 * dense(0)) {
         rates.swap(0, fastest);
         devices.swap(0, fastest);
+    }
+    if request.rates.is_none() {
+        exchanges(devices, &mut rates, config)?;
     }
     Ok(rates)
 }

@@ -479,6 +479,45 @@ fn exchange<D: Device>(backend: &KernelBackend<D>, config: &Config) -> Result<Li
     Ok(Line::through((1.0, time(1)?), (most as f64, time(most)?)))
 }
 
+/// What a layer's exchange takes between the first device and another: each waits for the other, and
+/// what one cannot read of the other's memory is copied.
+pub fn exchange_between<D: Device>(
+    first: &D,
+    other: &D,
+    config: &Config,
+) -> Result<Line, KernelError> {
+    const LAYERS: usize = 50;
+    let row = 4 * config.hidden;
+    let most = config.router.top_k.max(2);
+    let (here, there) = (first.allocate(most * row)?, other.allocate(most * row)?);
+    let time = |n: usize| -> Result<f64, DeviceError> {
+        let mut times = Vec::new();
+        for _ in 0..RUNS {
+            let start = first.event()?;
+            for _ in 0..LAYERS {
+                other.wait_for(first)?;
+                let copied = !other.reaches(first);
+                if copied {
+                    // SAFETY: nobody writes here; each waits for the other.
+                    unsafe { other.copy_from(first, (&here, 0), (&there, 0), row)? };
+                }
+                first.wait_for(other)?;
+                if copied {
+                    // SAFETY: as above.
+                    unsafe { first.copy_from(other, (&there, 0), (&here, 0), n * row)? };
+                }
+            }
+            let end = first.event()?;
+            times.push(first.elapsed(&start, &end)? / LAYERS as f64);
+        }
+        other.synchronize()?;
+        Ok(median(times))
+    };
+    let line = Line::through((1.0, time(1)?), (most as f64, time(most)?));
+    first.synchronize()?;
+    Ok(line)
+}
+
 /// The dense part of a token with its launches and what the host does for them: measured with the first
 /// layers of the model itself, up to the first one with routed experts. `None` where there is no memory
 /// for them.
