@@ -12,6 +12,8 @@
 mod pool;
 mod recording;
 mod staging;
+#[cfg(test)]
+mod tests;
 
 use std::collections::BTreeMap;
 use std::ffi::{CStr, c_void};
@@ -37,7 +39,7 @@ use super::device::{check_launch, check_range};
 use super::table::{KernelFn, KernelId};
 use pool::{Pool, pool_size};
 pub use recording::CudaRecording;
-use recording::Recorder;
+use recording::{Recorder, Turn};
 use staging::Staging;
 
 /// PTX for compute capability 8.0 and later, and for 9.0 and later; NUL at the end.
@@ -103,10 +105,13 @@ impl Inner {
         cust_error(&self.info.to_string(), call, error)
     }
 
-    /// Makes the context current in this thread, once no other records.
-    fn enter(&self) -> Result<(), DeviceError> {
-        self.recorder.pass();
-        CurrentContext::set_current(&self.context).map_err(|e| self.error("cuCtxSetCurrent", e))
+    /// Makes the context current in this thread, once no other records, and none does while the turn
+    /// lasts.
+    fn enter(&self) -> Result<Turn<'_>, DeviceError> {
+        let turn = self.recorder.turn();
+        let current = CurrentContext::set_current(&self.context);
+        current.map_err(|e| self.error("cuCtxSetCurrent", e))?;
+        Ok(turn)
     }
 
     fn synchronize(&self) -> Result<(), DeviceError> {
@@ -116,7 +121,7 @@ impl Inner {
 
     /// `behind` goes on when what `first` was given so far is done.
     fn order(&self, first: &Stream, behind: &Stream) -> Result<(), DeviceError> {
-        self.enter()?;
+        let _turn = self.enter()?;
         let event = Event::new(EventFlags::DISABLE_TIMING);
         let event = event.map_err(|e| self.error("cuEventCreate", e))?;
         (event.record(first)).map_err(|e| self.error("cuEventRecord", e))?;
@@ -165,7 +170,7 @@ impl Inner {
 impl Drop for Inner {
     fn drop(&mut self) {
         // Nothing can be done about failures here: the process is about to lose the device anyway.
-        let _ = self.enter();
+        let _turn = self.enter();
         let _ = self.trim();
         self.staging().free();
     }
@@ -264,7 +269,7 @@ impl CudaDevice {
 
     /// Bytes free in the driver and in the pool.
     pub fn free_bytes(&self) -> Result<u64, DeviceError> {
-        self.inner.enter()?;
+        let _turn = self.inner.enter()?;
         let pooled = self.inner.pool().bytes();
         let (free, _) = mem_get_info().map_err(|e| self.inner.error("cuMemGetInfo", e))?;
         Ok((free + pooled) as u64)
@@ -273,7 +278,7 @@ impl CudaDevice {
     /// Registers a thread, bytes of local memory a thread and of static shared memory of a kernel,
     /// as the driver compiled it.
     pub fn kernel_usage(&self, kernel: KernelId) -> Result<(u32, u32, u32), DeviceError> {
-        self.inner.enter()?;
+        let _turn = self.inner.enter()?;
         let function = &self.inner.functions[kernel as usize];
         let get = |which| match function.get_attribute(which) {
             Ok(value) => Ok(value as u32),
@@ -513,7 +518,7 @@ impl Drop for CudaHost {
             return;
         }
         // Nothing can be done about failures here.
-        let _ = self.device.enter();
+        let _turn = self.device.enter();
         let _ = self.device.copies.synchronize();
         // SAFETY: allocated by `cuda_malloc_locked`, owned, and no copy uses it any more.
         let _ = unsafe { cuda_free_locked(self.address) };
@@ -554,7 +559,7 @@ impl CudaEvent {
 
 impl Drop for CudaEvent {
     fn drop(&mut self) {
-        let _ = self.device.enter();
+        let _turn = self.device.enter();
         self.event = None;
     }
 }
@@ -579,7 +584,7 @@ impl Device for CudaDevice {
         let address = match pooled {
             Some(address) => address,
             None => {
-                inner.enter()?;
+                let _turn = inner.enter()?;
                 // SAFETY: what is in it is the caller's to write before it is read.
                 let attempt = || unsafe { cuda_malloc::<u8>(take) };
                 let mut done = attempt();
@@ -620,7 +625,7 @@ impl Device for CudaDevice {
             return Ok(());
         }
         let inner = &self.inner;
-        inner.enter()?;
+        let _turn = inner.enter()?;
         // SAFETY: the range lies in live memory, and whatever uses it next does in the same stream.
         unsafe {
             memory
@@ -642,7 +647,7 @@ impl Device for CudaDevice {
             return Ok(());
         }
         let inner = &self.inner;
-        inner.enter()?;
+        let _turn = inner.enter()?;
         // SAFETY: both ranges lie in live memory, and whatever uses it next does in the same stream.
         unsafe {
             to.range(offset, bytes)
@@ -658,7 +663,7 @@ impl Device for CudaDevice {
         }
         let inner = &self.inner;
         inner.only_now("an upload")?;
-        inner.enter()?;
+        let _turn = inner.enter()?;
         let mut staging = inner.staging();
         let mut to = memory.range(offset, data.len());
         if data.len() > staging::SMALL {
@@ -690,7 +695,7 @@ impl Device for CudaDevice {
         }
         let inner = &self.inner;
         inner.only_now("a download")?;
-        inner.enter()?;
+        let _turn = inner.enter()?;
         let mut staging = inner.staging();
         let from = memory.range(offset, out.len());
         let get = |to: &mut [u8]| {
@@ -711,7 +716,7 @@ impl Device for CudaDevice {
 
     fn allocate_host(&self, bytes: usize) -> Result<CudaHost, DeviceError> {
         let inner = &self.inner;
-        inner.enter()?;
+        let _turn = inner.enter()?;
         let address = if bytes == 0 {
             null_mut()
         } else {
@@ -750,7 +755,7 @@ impl Device for CudaDevice {
             return Ok(());
         }
         let inner = &self.inner;
-        inner.enter()?;
+        let _turn = inner.enter()?;
         // SAFETY: both ranges are live, and stay so until the copy is done: the caller's promise.
         unsafe {
             memory
@@ -773,7 +778,7 @@ impl Device for CudaDevice {
         if !check_launch(&inner.info.name, &inner.limits, K::ID, &launch)? {
             return Ok(());
         }
-        inner.enter()?;
+        let _turn = inner.enter()?;
         let [x, y, z] = launch.grid;
         let mut parameters = [(&raw mut args).cast::<c_void>()];
         let function = inner.functions[K::ID as usize].to_raw().cast();
@@ -816,7 +821,7 @@ impl Device for CudaDevice {
 
     fn event(&self) -> Result<CudaEvent, DeviceError> {
         let inner = &self.inner;
-        inner.enter()?;
+        let _turn = inner.enter()?;
         let event = Event::new(EventFlags::DEFAULT).map_err(|e| inner.error("cuEventCreate", e))?;
         let recorded = event.record(&inner.stream);
         recorded.map_err(|e| inner.error("cuEventRecord", e))?;
@@ -828,7 +833,7 @@ impl Device for CudaDevice {
 
     fn elapsed(&self, from: &CudaEvent, to: &CudaEvent) -> Result<f64, DeviceError> {
         let inner = &self.inner;
-        inner.enter()?;
+        let _turn = inner.enter()?;
         let (from, to) = (from.event(), to.event());
         let done = to.synchronize();
         done.map_err(|e| inner.error("cuEventSynchronize", e))?;
@@ -840,14 +845,14 @@ impl Device for CudaDevice {
 
     fn synchronize(&self) -> Result<(), DeviceError> {
         self.inner.only_now("a wait")?;
-        self.inner.enter()?;
+        let _turn = self.inner.enter()?;
         self.inner.synchronize()
     }
 
     fn set_word(&self, memory: &CudaMemory, offset: usize, value: u32) -> Result<(), DeviceError> {
         check_range("set", offset, 4, memory.size)?;
         let inner = &self.inner;
-        inner.enter()?;
+        let _turn = inner.enter()?;
         let (address, stream) = (memory.address + offset as u64, inner.stream.as_inner());
         // SAFETY: in live memory, and whatever uses it next does in the same stream.
         check(unsafe { sys::cuMemsetD32Async(address, value, 1, stream.cast()) })
@@ -893,7 +898,7 @@ impl Device for CudaDevice {
             return Ok(());
         }
         let (inner, owner) = (&self.inner, &owner.inner);
-        inner.enter()?;
+        let _turn = inner.enter()?;
         // SAFETY: both ranges lie in live memory of these contexts; order is the caller's promise.
         check(unsafe {
             sys::cuMemcpyPeerAsync(
@@ -930,111 +935,17 @@ const PEER_ACCESS: &str = "ANSATZ_PEER_ACCESS";
 
 /// Lets kernels of `inner` use memory of `other`, if the driver does.
 fn allow_access(inner: &Inner, other: &Inner) -> bool {
-    if std::env::var_os(PEER_ACCESS).is_some_and(|v| v == "off") || inner.enter().is_err() {
+    if std::env::var_os(PEER_ACCESS).is_some_and(|v| v == "off") {
         return false;
     }
+    let Ok(_turn) = inner.enter() else {
+        return false;
+    };
     const ALREADY: u32 = 704;
     // SAFETY: live contexts; this one is current.
     let code = unsafe { sys::cuCtxEnablePeerAccess(other.context.as_raw().cast(), 0) };
     match check(code) {
         Ok(()) => true,
         Err(e) => e.code == ALREADY,
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::super::device::ALIGNMENT;
-    use super::*;
-
-    #[test]
-    fn without_a_driver_the_error_names_the_remedy() {
-        if CudaDevice::count() == 0 {
-            let error = CudaDevice::new(0).err().unwrap().to_string();
-            assert!(error.contains("--device cpu"), "{error}");
-        }
-    }
-
-    /// The device, where there is one.
-    fn device() -> Option<CudaDevice> {
-        match CudaDevice::new(0) {
-            Ok(device) => Some(device),
-            Err(e) => {
-                let required = std::env::var_os("ANSATZ_REQUIRE_CUDA").is_some();
-                assert!(!required, "{e}");
-                eprintln!("skipped: {e}");
-                None
-            }
-        }
-    }
-
-    #[test]
-    fn memory_stream_and_events_work_from_other_threads() {
-        let Some(device) = device() else { return };
-        let flags = device.inner.stream.get_flags().unwrap();
-        assert!(flags.contains(cust::stream::StreamFlags::NON_BLOCKING));
-        let before = device.event().unwrap();
-        let memory = device.allocate(10_000).unwrap();
-        let address = memory.address();
-        assert!(address.is_multiple_of(ALIGNMENT as u64));
-        let other = device.clone();
-        std::thread::spawn(move || {
-            other.fill(&memory, 0, 10_000, 7).unwrap();
-            other.upload(&memory, 3, &[1, 2, 3]).unwrap();
-            let mut out = [0; 8];
-            other.download(&memory, 1, &mut out).unwrap();
-            assert_eq!(out, [7, 7, 1, 2, 3, 7, 7, 7]);
-            let copy = other.allocate(16).unwrap();
-            other.copy((&memory, 2), (&copy, 8), 8).unwrap();
-            other.download(&copy, 8, &mut out).unwrap();
-            assert_eq!(out, [7, 1, 2, 3, 7, 7, 7, 7]);
-            let error = other.copy((&memory, 0), (&copy, 9), 8).unwrap_err();
-            assert!(matches!(error, DeviceError::Bounds { .. }), "{error}");
-            let error = other.download(&memory, 9_995, &mut out).unwrap_err();
-            assert!(matches!(error, DeviceError::Bounds { .. }), "{error}");
-        })
-        .join()
-        .unwrap();
-        let after = device.event().unwrap();
-        assert!(device.elapsed(&before, &after).unwrap() > 0.0);
-        let again = device.allocate(10_000).unwrap();
-        assert_eq!(again.address(), address, "from the pool");
-        assert!(device.free_bytes().unwrap() > 0);
-        std::thread::spawn(move || drop((device, again, before, after)))
-            .join()
-            .unwrap();
-    }
-
-    #[test]
-    fn errors_are_the_drivers() {
-        let Some(device) = device() else { return };
-        let error = device.allocate(1 << 50).err().unwrap();
-        assert!(
-            matches!(&error, DeviceError::OutOfMemory { requested, .. } if *requested == 1 << 50),
-            "{error}"
-        );
-        device.inner.enter().unwrap();
-        let ptx = c".version 7.4\n.target sm_80\n.address_size 64\nno such directive\n";
-        let error = described(Module::from_ptx_cstr(ptx, &[]).unwrap_err());
-        assert_eq!(error.name, "CUDA_ERROR_INVALID_PTX", "{error}");
-        let log = compiler_log(ptx).unwrap();
-        assert!(log.contains("line 4"), "{log}");
-        // One that cust has no name for.
-        let ptx = c".version 99.0\n.target sm_80\n.address_size 64\n";
-        let error = described(Module::from_ptx_cstr(ptx, &[]).unwrap_err());
-        assert_eq!(
-            (error.code, error.name.as_str()),
-            (222, "CUDA_ERROR_UNSUPPORTED_PTX_VERSION")
-        );
-    }
-
-    #[test]
-    fn the_ptx_has_every_kernel() {
-        for id in KernelId::ALL {
-            for ptx in [PTX_SM_80, PTX_SM_90] {
-                let entry = format!(".entry {}(", id.name());
-                assert!(ptx.contains(&entry), "{}", id.name());
-            }
-        }
     }
 }

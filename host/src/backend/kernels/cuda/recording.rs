@@ -10,35 +10,60 @@ use super::pool::Sizes;
 use super::{Inner, driver_error};
 use crate::backend::kernels::device::DeviceError;
 
-/// Which thread records what a device is given. Others wait, lest theirs be recorded too.
+/// Which thread records what a device is given. Others wait for the end, lest theirs be recorded too, and
+/// it for those that are at work.
 #[derive(Default)]
 pub struct Recorder {
-    thread: Mutex<Option<ThreadId>>,
-    ended: Condvar,
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+#[derive(Default)]
+struct State {
+    /// The thread that records.
+    thread: Option<ThreadId>,
+    /// Turns that last, of all threads while none records.
+    turns: usize,
+}
+
+/// A thread's turn to call the driver.
+pub struct Turn<'a>(&'a Recorder);
+
+impl Drop for Turn<'_> {
+    fn drop(&mut self) {
+        self.0.state().turns -= 1;
+        self.0.changed.notify_all();
+    }
 }
 
 impl Recorder {
-    /// Waits until no other thread records.
-    fn wait(&self) -> MutexGuard<'_, Option<ThreadId>> {
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A turn, once no other thread records. A thread may have several.
+    pub fn turn(&self) -> Turn<'_> {
         let me = std::thread::current().id();
-        let thread = self.thread.lock().unwrap_or_else(PoisonError::into_inner);
-        (self.ended)
-            .wait_while(thread, |t| t.is_some_and(|t| t != me))
-            .unwrap_or_else(PoisonError::into_inner)
+        let others = |s: &mut State| s.thread.is_some_and(|t| t != me);
+        let mut state = (self.changed)
+            .wait_while(self.state(), others)
+            .unwrap_or_else(PoisonError::into_inner);
+        state.turns += 1;
+        Turn(self)
     }
 
-    /// Goes on once no other thread records.
-    pub fn pass(&self) {
-        drop(self.wait());
-    }
-
+    /// Begins to record; the thread has no turn.
     fn begin(&self) {
-        *self.wait() = Some(std::thread::current().id());
+        let busy = |s: &mut State| s.thread.is_some() || s.turns > 0;
+        let mut state = (self.changed)
+            .wait_while(self.state(), busy)
+            .unwrap_or_else(PoisonError::into_inner);
+        state.thread = Some(std::thread::current().id());
     }
 
     fn end(&self) {
-        *self.wait() = None;
-        self.ended.notify_all();
+        self.state().thread = None;
+        self.changed.notify_all();
     }
 }
 
@@ -79,10 +104,10 @@ pub fn begin(devices: &[&Arc<Inner>]) -> Result<bool, DeviceError> {
     let capture = || {
         // What is recorded may take the pools' memory without waiting for anybody.
         for device in devices {
-            device.enter()?;
+            let _turn = device.enter()?;
             device.synchronize()?;
         }
-        first.enter()?;
+        let _turn = first.enter()?;
         // SAFETY: a live stream. Relaxed, since memory may be allocated meanwhile.
         check(unsafe { sys::cuStreamBeginCapture_v2(stream(first), sys::CAPTURE_RELAXED) })
             .map_err(|e| failed(first, "cuStreamBeginCapture", e))
@@ -107,7 +132,7 @@ pub fn end(devices: &[&Arc<Inner>]) -> Result<CudaRecording, DeviceError> {
     };
     let first = devices[0];
     let mut graph = null_mut();
-    let ended = first.enter().and_then(|()| {
+    let ended = first.enter().and_then(|_turn| {
         // SAFETY: a stream that is captured, and a valid pointer.
         check(unsafe { sys::cuStreamEndCapture(stream(first), &raw mut graph) })
             .map_err(|e| failed(first, "cuStreamEndCapture", e))
@@ -128,7 +153,7 @@ pub fn end(devices: &[&Arc<Inner>]) -> Result<CudaRecording, DeviceError> {
 /// # Safety
 /// As [`Device::replay`](crate::backend::kernels::Device::replay) says.
 pub unsafe fn replay(inner: &Inner, recording: &CudaRecording) -> Result<(), DeviceError> {
-    inner.enter()?;
+    let _turn = inner.enter()?;
     // SAFETY: a live instance; what it uses is the caller's promise.
     check(unsafe { sys::cuGraphLaunch(recording.exec, stream(inner)) })
         .map_err(|e| failed(inner, "cuGraphLaunch", e))
@@ -136,11 +161,11 @@ pub unsafe fn replay(inner: &Inner, recording: &CudaRecording) -> Result<(), Dev
 
 impl Drop for CudaRecording {
     fn drop(&mut self) {
-        let Some((first, _)) = self.memory.first() else {
+        let Some(first) = self.memory.first().map(|(first, _)| first.clone()) else {
             return;
         };
         // Nothing can be done about failures here. The others' streams know nothing of the launches.
-        let _ = first.enter();
+        let _turn = first.enter();
         if !self.exec.is_null() {
             let _ = first.synchronize();
             // SAFETY: ours.
