@@ -1,5 +1,6 @@
 //! Models in containers: the same bits as converted ones, and every fault one line.
 
+mod suite;
 mod support;
 
 use std::collections::{BTreeMap, HashMap};
@@ -7,10 +8,11 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use assert_cmd::Command;
+use host::backend::LoadExperts;
 use host::backend::cpu::Cpu;
 use host::backend::kernels::{EmulatedDevice, KernelBackend};
 use host::backend::reference::Reference;
-use host::expert::{Form, MatrixKind, ScaleKind};
+use host::expert::{Form, MatrixKind, ScaleKind, Tier};
 use host::model::directory::{RawExperts, expert_tensor};
 use host::model::{Config, Model, Source, Wanted};
 use host::sample::greedy;
@@ -158,6 +160,8 @@ fn container(tensors: &Tensors, stamps: Option<Value>) -> tempfile::TempDir {
 fn host(args: &[&str], dir: &Path) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_host"));
     command.args(args).arg("-m").arg(dir);
+    // Rates that the planner measures stay here.
+    command.env("XDG_CACHE_HOME", dir);
     command
 }
 
@@ -346,6 +350,166 @@ fn quantised_dense_parts_give_the_tokens_of_transformers() {
     assert_eq!(got, want);
 }
 
+/// Bits of 14 tokens' logits, five of them in one batch.
+fn bits<B: LoadExperts>(backend: B, dir: &Path, tier: Tier, form: Form) -> Vec<u32> {
+    let config = Config::read(dir).unwrap();
+    let source = Source::open(dir, &config, Some(tier)).unwrap();
+    let model = Model::load(backend, dir, config, &source, form, |_| ()).unwrap();
+    let ids: Vec<u32> = (0..14).map(|i| (i * 97 + 5) % 512).collect();
+    let mut session = model.session(ids.len(), Wanted::All).unwrap();
+    let mut out = Vec::new();
+    for part in [&ids[..5], &ids[5..6], &ids[6..]] {
+        out.extend(model.forward(&mut session, part, Wanted::All).unwrap());
+    }
+    out.iter().map(|x| x.to_bits()).collect()
+}
+
+#[test]
+fn int8_experts_give_the_tokens_of_transformers() {
+    let dir = container(&tensors(As::Int8Row, As::F32), None);
+    let config = Config::read(dir.path()).unwrap();
+    let source = Source::open(dir.path(), &config, None).unwrap();
+    let cpu = || Cpu::new().unwrap();
+    let model = Model::load(cpu(), dir.path(), config, &source, Form::Fused, |_| ()).unwrap();
+    for case in &support::oracle_file("tiny-dsa-e8").cases {
+        let n = case.input_ids.len();
+        let mut session = model.session(n + case.greedy.len(), Wanted::Last).unwrap();
+        let mut logits = model
+            .forward(&mut session, &case.input_ids, Wanted::Last)
+            .unwrap();
+        let d = deviation(&logits, &case.last_logits);
+        eprintln!("{n} tokens: rms {d:.2e}");
+        assert!(d < 1e-3, "{n} tokens: {d:e}");
+        for (token, margin) in case.greedy.iter().zip(&case.greedy_margin) {
+            assert!(greedy(&logits) == *token || *margin < 0.01, "{margin}");
+            logits = model
+                .forward(&mut session, &[*token], Wanted::Last)
+                .unwrap();
+        }
+    }
+    // Nibbles raw and coded, each back end: the same bits.
+    let want = bits(cpu(), dir.path(), Tier::Raw, Form::Fused);
+    let emulator = || KernelBackend::new(EmulatedDevice::default()).unwrap();
+    let same = |tier: Tier, form: Form| {
+        assert!(bits(cpu(), dir.path(), tier, form) == want);
+        assert!(bits(Reference, dir.path(), tier, form) == want);
+        assert!(bits(emulator(), dir.path(), tier, form) == want);
+        if let Ok(cuda) = suite::cuda() {
+            assert!(bits(cuda, dir.path(), tier, form) == want);
+        }
+    };
+    same(Tier::Raw, Form::Fused);
+    let archive = dir.path().join("experts.ansx");
+    for codec in ["rans", "plane3"] {
+        let pack = ["pack", "--codec", codec];
+        let made = host(&pack, dir.path()).assert().success();
+        made.stderr(contains("128 experts"));
+        same(Tier::Ans, Form::Fused);
+        same(Tier::Ans, Form::Unfused);
+        let verify = ["verify", archive.to_str().unwrap()];
+        let verified = host(&verify, dir.path()).assert().success();
+        verified.stderr(contains("the model's raw experts"));
+    }
+    host(&["doctor", "--deep"], dir.path()).assert().success();
+}
+
+/// A container as those of GLM-5.2: the layer that drafts has int8 experts.
+#[test]
+fn int8_experts_draft() {
+    let with_drafts = |experts: As| {
+        let mut all = tensors(experts, As::F32);
+        let source = checkpoint();
+        let parts = [
+            ("eh_proj", "layers.0.mlp.down_proj"),
+            ("enorm", "layers.1.input_layernorm"),
+            ("hnorm", "layers.2.input_layernorm"),
+            ("shared_head.norm", "layers.1.post_attention_layernorm"),
+        ];
+        let parts = parts.map(|(part, like)| (format!("{part}.weight"), format!("{like}.weight")));
+        for (part, like) in parts {
+            let (_, shape, bytes) = &source[&format!("model.{like}")];
+            put(
+                &mut all,
+                &format!("model.layers.6.{part}"),
+                shape,
+                bytes,
+                As::F32,
+            );
+        }
+        for (name, (dtype, shape, bytes)) in &source {
+            let Some(rest) = name.strip_prefix("model.layers.2.") else {
+                continue;
+            };
+            let name = format!("model.layers.6.{rest}");
+            if *dtype == Dtype::F32 {
+                all.insert(name, (*dtype, shape.clone(), bytes.clone()));
+            } else if rest.starts_with("mlp.experts.") {
+                put(&mut all, &name, shape, bytes, As::Int8Row);
+            } else {
+                put(&mut all, &name, shape, bytes, As::F32);
+            }
+        }
+        let dir = container(&all, None);
+        let file = dir.path().join("config.json");
+        let mut config: Value = serde_json::from_slice(&fs::read(&file).unwrap()).unwrap();
+        config["num_nextn_predict_layers"] = 1.into();
+        fs::write(&file, config.to_string()).unwrap();
+        dir
+    };
+    let dir = with_drafts(As::Int4(usize::MAX));
+    let want = run(dir.path(), &[]);
+    assert!(run(dir.path(), &["--speculate", "2"]) == want);
+    host(&["pack"], dir.path())
+        .assert()
+        .success()
+        .stderr(contains("96 experts"));
+    for tier in ["raw", "ans"] {
+        assert!(run(dir.path(), &["--tier", tier]) == want);
+        assert!(run(dir.path(), &["--tier", tier, "--speculate", "2"]) == want);
+    }
+    let doctor = host(&["doctor", "--deep"], dir.path()).assert().success();
+    doctor.stdout(contains("drafts   layer 6"));
+    // On a device, all in its memory and in tiers: int8 experts stay there.
+    let emulator = |args: &[&str]| {
+        let mut command = host(&["generate", "--device", "emulator", "--json"], dir.path());
+        command.args(["--prompt-ids", "191,80,91,337", "-n", "6", "--temp", "0"]);
+        let stdout = command
+            .args(args)
+            .assert()
+            .success()
+            .get_output()
+            .stdout
+            .clone();
+        let object: Value = serde_json::from_slice(&stdout).unwrap();
+        object["token_ids"].clone()
+    };
+    let plain = emulator(&[]);
+    assert_eq!(emulator(&["--speculate", "2"]), plain);
+    let args = ["plan", "--device", "emulator", "-c", "10", "--json"];
+    let plan = host(&args, dir.path()).assert().success();
+    let plan: Value = serde_json::from_slice(&plan.get_output().stdout).unwrap();
+    assert!(plan["speculation"]["break_even"].as_f64().unwrap() > 0.0);
+    let fixed = plan["fixed"].as_array().unwrap().iter();
+    let fixed: u64 = fixed.map(|f| f["vram"].as_u64().unwrap()).sum();
+    // Room for less than the experts of all layers, and for those of the layer that drafts.
+    for (room, more) in [(1 << 20, &[][..]), (8 << 20, &["--speculate"])] {
+        let vram = (fixed + room).to_string();
+        let placed = ["--ram-budget", "200K", "--vram-budget", &vram];
+        assert_eq!(emulator(&[&placed, more].concat()), plain);
+    }
+    // Beside grouped experts they are left out, which is said.
+    let dir = with_drafts(As::Int4(64));
+    let packed = host(&["pack"], dir.path()).assert().success();
+    packed.stderr(contains("without the layer that drafts"));
+    run(dir.path(), &[]);
+    let refused = generate(dir.path());
+    { refused }
+        .arg("--speculate")
+        .assert()
+        .code(1)
+        .stderr(contains("experts.ansx"));
+}
+
 /// One line that names the fault, whatever the command, and nothing on stdout.
 fn refused(dir: &Path, commands: &[&[&str]], says: &[&str]) {
     for args in commands {
@@ -438,7 +602,12 @@ fn faults_of_tensors_are_named() {
         let (_, shape, bytes) = &checkpoint()[&name];
         put(t, &name, shape, bytes, As::Int8Row);
     };
-    bad(ALL, &int8, &[&name, "found int8-row"]);
+    let beside_groups = |t: &mut Tensors| {
+        *t = tensors(As::Int4(64), As::Int8Row);
+        int8(t);
+    };
+    let says = ["experts of layer 4", "found int8-row", "beside grouped"];
+    bad(ALL, &beside_groups, &says);
     let g32 = |t: &mut Tensors| {
         let (_, shape, bytes) = &checkpoint()[&name];
         put(t, &name, shape, bytes, As::Int4(32));

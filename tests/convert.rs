@@ -411,8 +411,12 @@ fn to_e4m3(x: f32) -> u8 {
 
 /// tiny-dsa in fp8, as `tools/oracle.py fp8` makes it.
 fn fp8_checkpoint() -> Tensors {
+    to_fp8(checkpoint())
+}
+
+fn to_fp8(tensors: Tensors) -> Tensors {
     let mut out = Tensors::new();
-    for (name, (dtype, shape, bytes)) in checkpoint() {
+    for (name, (dtype, shape, bytes)) in tensors {
         let kept = [
             "norm",
             "mlp.gate.",
@@ -463,6 +467,107 @@ fn matches(dir: &Path, oracle: &str) {
             logits = run(&mut session, &[*token]);
         }
     }
+}
+
+/// Experts in fp8 as transformers' modules hold them, `[experts, rows, cols]`, give the bytes that
+/// experts of their own give.
+#[test]
+fn fused_fp8_experts() {
+    let mut tensors = checkpoint();
+    // Twice as wide: 128 rows, as many as a block has.
+    for (name, (_, shape, bytes)) in &mut tensors {
+        if !name.contains(".mlp.experts.") && !name.contains(".mlp.shared_experts.") {
+            continue;
+        }
+        if name.contains("down_proj") {
+            *bytes = bytes
+                .chunks(2 * shape[1])
+                .flat_map(|row| row.repeat(2))
+                .collect();
+            shape[1] *= 2;
+        } else {
+            *bytes = bytes.repeat(2);
+            shape[0] *= 2;
+        }
+    }
+    let own = to_fp8(tensors);
+    let mut fused = own.clone();
+    for layer in 2..6 {
+        let mut parts: BTreeMap<String, Vec<u8>> = BTreeMap::new();
+        for e in 0..16 {
+            for kind in MatrixKind::ALL {
+                for suffix in ["", "_scale_inv"] {
+                    let name = expert_tensor(layer, e, kind) + suffix;
+                    let (_, _, bytes) = fused.remove(&name).unwrap();
+                    let part = match kind {
+                        MatrixKind::Down => "down_proj",
+                        _ => "gate_up_proj",
+                    };
+                    let of = format!("model.layers.{layer}.mlp.experts.{part}{suffix}");
+                    parts.entry(of).or_default().extend(bytes);
+                }
+            }
+        }
+        for (name, bytes) in parts {
+            let halves = if name.contains("gate_up") { 2 } else { 1 };
+            let tensor = if name.ends_with("_scale_inv") {
+                (Dtype::F32, vec![16, halves, 1], bytes)
+            } else {
+                (Dtype::F8_E4M3, vec![16, 128 * halves, 128], bytes)
+            };
+            fused.insert(name, tensor);
+        }
+    }
+    let from = with_config();
+    let file = from.path().join("config.json");
+    let mut config: serde_json::Value = serde_json::from_slice(&fs::read(&file).unwrap()).unwrap();
+    config["quantization_config"] = serde_json::json!({
+        "quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128],
+    });
+    config["moe_intermediate_size"] = 128.into();
+    fs::write(&file, config.to_string()).unwrap();
+    let out = tempfile::tempdir().unwrap();
+    let made = |tensors: &Tensors, name: &str| {
+        write(&from.path().join("model.safetensors"), tensors);
+        let to = out.path().join(name);
+        convert(from.path(), &to, &row(), |_, _| ()).unwrap();
+        ["experts.safetensors", "dense.safetensors"].map(|f| fs::read(to.join(f)).unwrap())
+    };
+    assert!(made(&own, "own") == made(&fused, "fused"));
+    // Scales of another shape, and blocks that gate and up would share.
+    let bad = |tensors: &Tensors, says: &[&str]| {
+        write(&from.path().join("model.safetensors"), tensors);
+        let e = convert(from.path(), &out.path().join("n"), &row(), |_, _| ());
+        let e = e.unwrap_err().to_string();
+        assert!(says.iter().all(|s| e.contains(s)), "{says:?}: {e}");
+    };
+    let name = "model.layers.3.mlp.experts.gate_up_proj";
+    let mut wrong = fused.clone();
+    wrong.get_mut(&format!("{name}_scale_inv")).unwrap().1 = vec![32, 1, 1];
+    bad(&wrong, &["gate_up_proj_scale_inv", "[16, 2, 1]"]);
+    config["moe_intermediate_size"] = 64.into();
+    fs::write(&file, config.to_string()).unwrap();
+    let mut narrow = to_fp8(checkpoint());
+    for e in 0..16 {
+        for kind in MatrixKind::ALL {
+            for suffix in ["", "_scale_inv"] {
+                narrow.remove(&(expert_tensor(3, e, kind) + suffix));
+            }
+        }
+    }
+    let put = |t: &mut Tensors, part: &str, shape: Vec<usize>| {
+        let bytes = vec![0; shape.iter().product()];
+        t.insert(
+            format!("model.layers.3.mlp.experts.{part}"),
+            (Dtype::F8_E4M3, shape, bytes),
+        );
+        let scales = 1f32.to_le_bytes().repeat(16);
+        let scale = format!("model.layers.3.mlp.experts.{part}_scale_inv");
+        t.insert(scale, (Dtype::F32, vec![16, 1, 1], scales));
+    };
+    put(&mut narrow, "gate_up_proj", vec![16, 128, 128]);
+    put(&mut narrow, "down_proj", vec![16, 128, 64]);
+    bad(&narrow, &[name, "a multiple of 128 rows"]);
 }
 
 #[test]

@@ -333,6 +333,8 @@ fn host(args: &[&str], file: &Path, dir: &Path) -> Command {
         command.arg(file);
     }
     command.arg("-m").arg(dir);
+    // Rates that the planner measures stay here.
+    command.env("XDG_CACHE_HOME", dir);
     command
 }
 

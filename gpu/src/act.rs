@@ -1,7 +1,7 @@
 //! Between the expert matrices: gate and up to the quantised input of down.
 //!
 //! Per slot: `g`, `u` from the partial sums of gate and up (`row_scale * (s * dot)`, or `s * sum` of
-//! g64), `h = silu(g) * u`, then `h` quantised as [`crate::quantise`] does.
+//! g64; int8 weights have partial sums of both their nibbles), `h = silu(g) * u`, then `h` quantised as [`crate::quantise`] does.
 //!
 //! 1. One block a slot. `h` is computed once, kept in shared memory and quantised from there.
 //! 2. A thread's loads for four rows do not wait for each other.
@@ -12,10 +12,10 @@ use cuda_std::shared::Shared;
 use cuda_std::{kernel, shared_array, thread};
 
 use crate::abi::MatrixDesc;
-use crate::arith::{abs, dequantise_row, silu};
+use crate::arith::{abs, dequantise_int8, dequantise_row, silu};
 use crate::coded::unroll;
 use crate::group::NO_EXPERT;
-use crate::partials::{Partials, Scales};
+use crate::partials::{Partials, Scales, sum_of};
 use crate::quantise::quantise_row;
 
 /// Threads of a block.
@@ -35,6 +35,11 @@ pub struct ActArgs {
     pub descs: Slice,
     /// u32 words `[2, segs, slots, rows]`: partial sums of gate and up.
     pub partials: Slice,
+    /// The same of the low nibbles of int8 weights, `[2, low_segs, slots, rows]`, `partials` then being
+    /// those of the high ones; empty for int4.
+    pub low: Slice,
+    /// i32 `[tokens, groups]`: sums of the input over each 64 columns, for int8.
+    pub x_sums: Slice,
     /// u32 `[slots]`.
     pub slot_token: Slice,
     /// u32 `[slots]`; nothing is done for a slot of [`NO_EXPERT`].
@@ -55,6 +60,10 @@ pub struct ActArgs {
     pub slots: u32,
     /// [`GROUPED`].
     pub flags: u32,
+    /// Segments of a row of `low`.
+    pub low_segs: u32,
+    /// Columns of gate and up over 64.
+    pub groups: u32,
 }
 
 /// See the module.
@@ -94,6 +103,24 @@ pub unsafe fn act_quantise(args: ActArgs) {
         slots: args.slots,
         rows: args.rows,
     };
+    let int8 = !args.low.is_empty();
+    // SAFETY: the caller's; empty unless the weights are int8.
+    let (low, x_sums) = unsafe {
+        (
+            Global::<u32>::new(args.low),
+            Global::<i32>::new(args.x_sums),
+        )
+    };
+    let low = Partials {
+        words: low,
+        segs: args.low_segs,
+        ..partials
+    };
+    let sum = if int8 {
+        sum_of(x_sums, token * args.groups, args.groups)
+    } else {
+        0
+    };
     let (gate, up) = (
         Scales::of(descs, 3 * expert),
         Scales::of(descs, 3 * expert + 1),
@@ -105,7 +132,7 @@ pub unsafe fn act_quantise(args: ActArgs) {
         // Of rows past the end the last one is computed again, and not stored.
         let row = |i: usize| (first + i as u32 * THREADS).min(args.rows - 1);
         let mut values = [[0.0; 2]; AT_ONCE];
-        if args.flags & GROUPED == 0 && args.segs <= 4 {
+        if args.flags & GROUPED == 0 && args.segs <= 4 && !int8 {
             // Without a branch between them: all loads are under way together.
             let mut dots = [[0i32; 2]; AT_ONCE];
             let mut scales = [[0.0; 2]; AT_ONCE];
@@ -131,7 +158,13 @@ pub unsafe fn act_quantise(args: ActArgs) {
                         let scales = if M == 0 { &gate } else { &up };
                         // SAFETY: a scale a row.
                         let scale = unsafe { scales.get(row(I)) };
-                        partials.by_row(M as u32, slot, row(I), scale, activation)
+                        if int8 {
+                            let high = partials.total(M as u32, slot, row(I));
+                            let low = low.total(M as u32, slot, row(I));
+                            dequantise_int8(scale, activation, high, low, sum)
+                        } else {
+                            partials.by_row(M as u32, slot, row(I), scale, activation)
+                        }
                     };
                 });
             });

@@ -231,6 +231,21 @@ pub fn dequantise_row(row_scale: f32, activation_scale: f32, dot: i32) -> f32 {
     row_scale * (activation_scale * dot as f32)
 }
 
+/// Expert output of int8 weights `16 high + low + 8`, with nibbles `high` and `low` from -8 to 7 and a
+/// scale a row: `row_scale * (activation_scale * dot)`, where the dot product is exact (64 bits) and
+/// rounded once. `sum` is that of the activations.
+#[inline(always)]
+pub fn dequantise_int8(
+    row_scale: f32,
+    activation_scale: f32,
+    high: i32,
+    low: i32,
+    sum: i32,
+) -> f32 {
+    let dot = 16 * high as i64 + low as i64 + 8 * sum as i64;
+    row_scale * (activation_scale * dot as f32)
+}
+
 /// Expert output of g64 scales: `activation_scale * sum`, the sum as [`crate::layout::Folds`] says.
 #[inline(always)]
 pub fn dequantise_grouped(activation_scale: f32, sum: f32) -> f32 {

@@ -1,7 +1,8 @@
 //! The routed experts' weighted sum.
 //!
 //! `out[t][r] = sum over i ascending of fma(weights[t][i], y(slot_of[t][i])[r], acc)` from +0, with
-//! `y` from the partial sums of down (`row_scale * (s * dot)`, or `s * sum` of g64), or, for slots
+//! `y` from the partial sums of down (`row_scale * (s * dot)`, or `s * sum` of g64; int8 weights have
+//! partial sums of both their nibbles), or, for slots
 //! past those of the partial sums, as somebody else has computed it.
 //!
 //! A block computes 32 rows of a token: warp `w` the outputs of assignments `w`, `w + 8`, ..., eight at a
@@ -13,8 +14,8 @@ use cuda_std::{kernel, shared_array, thread, warp};
 
 use crate::abi::MatrixDesc;
 use crate::act::GROUPED;
-use crate::arith::fma;
-use crate::partials::{Partials, Scales};
+use crate::arith::{dequantise_int8, fma};
+use crate::partials::{Partials, Scales, sum_of};
 
 /// Threads of a block.
 pub const THREADS: u32 = 256;
@@ -32,6 +33,11 @@ pub struct CombineArgs {
     pub descs: Slice,
     /// u32 words `[1, segs, slots, rows]`: partial sums of down.
     pub partials: Slice,
+    /// The same of the low nibbles of int8 weights, `[1, low_segs, slots, rows]`, `partials` then being
+    /// those of the high ones; empty for int4.
+    pub low: Slice,
+    /// i32 `[slots, groups]`: sums of down's input over each 64 columns, for int8.
+    pub sums: Slice,
     /// u32 `[slots]`.
     pub slot_expert: Slice,
     /// u32 `[tokens, k]`.
@@ -56,6 +62,10 @@ pub struct CombineArgs {
     pub k: u32,
     /// [`GROUPED`].
     pub flags: u32,
+    /// Segments of a row of `low`.
+    pub low_segs: u32,
+    /// Columns of down over 64.
+    pub groups: u32,
 }
 
 /// See the module.
@@ -94,6 +104,13 @@ pub unsafe fn combine(args: CombineArgs) {
         slots: args.slots,
         rows: args.rows,
     };
+    // SAFETY: the caller's; empty unless the weights are int8.
+    let (low, sums) = unsafe { (Global::<u32>::new(args.low), Global::<i32>::new(args.sums)) };
+    let low = Partials {
+        words: low,
+        segs: args.low_segs,
+        ..partials
+    };
     let mut acc = 0.0;
     let mut first = 0;
     while first < args.k {
@@ -115,7 +132,14 @@ pub unsafe fn combine(args: CombineArgs) {
                 let activation = scales.load(slot);
                 let down = Scales::of(descs, 3 * slot_expert.load(slot) + 2);
                 // SAFETY: a scale a row.
-                partials.by_row(0, slot, row, unsafe { down.get(row) }, activation)
+                let scale = unsafe { down.get(row) };
+                if args.low.is_empty() {
+                    partials.by_row(0, slot, row, scale, activation)
+                } else {
+                    let sum = sum_of(sums, slot * args.groups, args.groups);
+                    let high = partials.total(0, slot, row);
+                    dequantise_int8(scale, activation, high, low.total(0, slot, row), sum)
+                }
             };
             outputs.store(warp * ROWS + lane, y);
         }

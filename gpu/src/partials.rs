@@ -50,6 +50,19 @@ impl Scales {
     }
 }
 
+/// The sum of a row of activations from its sums over each 64 columns, `groups` of them from `first`
+/// on.
+#[inline(always)]
+pub fn sum_of(sums: Global<i32>, first: u32, groups: u32) -> i32 {
+    let mut sum = 0i32;
+    let mut group = 0;
+    while group < groups {
+        sum = sum.wrapping_add(sums.load(first + group));
+        group += 1;
+    }
+    sum
+}
+
 /// Partial sums of a group of matrices: words `[matrices, segs, slots, rows]`, i32 dot products of
 /// row scales or f32 sums of g64 scales.
 #[derive(Clone, Copy)]
@@ -75,6 +88,12 @@ impl Partials {
     /// Output `row` of a matrix with a scale a row: `scale * (activation * dot)`.
     #[inline(always)]
     pub fn by_row(&self, matrix: u32, slot: u32, row: u32, scale: f32, activation: f32) -> f32 {
+        dequantise_row(scale, activation, self.total(matrix, slot, row))
+    }
+
+    /// The dot product of a row.
+    #[inline(always)]
+    pub fn total(&self, matrix: u32, slot: u32, row: u32) -> i32 {
         let words = self.of(matrix, slot);
         let mut dot = 0u32;
         let mut seg = 0;
@@ -83,7 +102,7 @@ impl Partials {
             dot = four.iter().fold(dot, |dot, word| dot.wrapping_add(*word));
             seg += 4;
         }
-        dequantise_row(scale, activation, dot as i32)
+        dot as i32
     }
 
     /// Output `row` of a matrix with g64 scales: `activation * sum`, segments ascending.

@@ -159,6 +159,68 @@ mod tests {
         assert_eq!(spoken("Yes."), "Yes.");
     }
 
+    /// What GLM's published templates do, in words of our own: contents may be lists of parts, thoughts
+    /// of earlier turns are dropped, macros, namespaces, Python's string methods, `is defined`.
+    #[test]
+    fn templates_as_glm_writes_them() {
+        let dir = tempfile::tempdir().unwrap();
+        let source = "\
+[gMASK]<sop>
+{%- macro text(content) -%}
+    {%- if content is string -%}
+        {{- content }}
+    {%- elif content is iterable and content is not mapping -%}
+        {%- for part in content -%}
+            {%- if part is mapping and part.type == 'text' -%}{{- part.text }}{%- endif -%}
+        {%- endfor -%}
+    {%- else -%}
+        {{- content }}
+    {%- endif -%}
+{%- endmacro -%}
+{%- if tools -%}<|system|>{{ tools | tojson }}{%- endif -%}
+{%- set ns = namespace(last_user=-1) %}
+{%- for m in messages %}
+    {%- if m.role == 'user' %}{% set ns.last_user = loop.index0 -%}{%- endif %}
+{%- endfor %}
+{% for m in messages %}
+{%- if m.role == 'user' -%}<|user|>{{ text(m.content) }}
+{{- '/nothink' if (enable_thinking is defined and not enable_thinking and not \
+text(m.content).endswith('/nothink')) else '' -}}
+{%- elif m.role == 'assistant' -%}<|assistant|>
+{%- set thought = '' %}
+{%- set content = text(m.content) %}
+{%- if m.reasoning_content is string %}
+    {%- set thought = m.reasoning_content %}
+{%- elif '</think>' in content %}
+    {%- set thought = content.split('</think>')[0].rstrip('\\n').split('<think>')[-1].lstrip('\\n') %}
+    {%- set content = content.split('</think>')[-1].lstrip('\\n') %}
+{%- endif %}
+{%- if loop.index0 > ns.last_user and thought -%}{{ '\\n<think>' + thought.strip() + '</think>' }}
+{%- else -%}{{ '\\n<think></think>' }}{%- endif -%}
+{%- if content.strip() -%}{{ '\\n' + content.strip() }}{%- endif -%}
+{%- elif m.role == 'system' -%}<|system|>{{ text(m.content) }}
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}<|assistant|>
+{{- '\\n<think></think>' if (enable_thinking is defined and not enable_thinking) else '' -}}
+{%- endif -%}
+";
+        fs::write(dir.path().join("chat_template.jinja"), source).unwrap();
+        let template = Template::read(dir.path()).unwrap();
+        let mut talk = talk();
+        talk[2].content = "<think>\nhm, hm\n</think>\n\nHi.".into();
+        assert_eq!(
+            template.render(&talk, false).unwrap(),
+            "[gMASK]<sop><|system|>Be brief.<|user|>Hello/nothink<|assistant|>\n<think></think>\nHi.\
+             <|user|>Bye\nnow/nothink<|assistant|>\n<think></think>"
+        );
+        assert_eq!(
+            template.render(&talk[..3], true).unwrap(),
+            "[gMASK]<sop><|system|>Be brief.<|user|>Hello<|assistant|>\n<think>hm, hm</think>\nHi.\
+             <|assistant|>"
+        );
+    }
+
     #[test]
     fn own_templates_are_rendered_as_jinja() {
         let dir = tempfile::tempdir().unwrap();

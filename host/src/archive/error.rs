@@ -6,6 +6,8 @@ use std::path::{Path, PathBuf};
 use crate::codec::CodecError;
 use crate::expert::MatrixKind;
 
+use super::format::LOW_NIBBLES;
+
 /// A place in an archive or in a file of raw experts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Place {
@@ -40,15 +42,25 @@ pub enum Place {
     },
 }
 
+/// A layer's number for people: the high bit says which nibbles.
+pub fn layer_name(layer: u32) -> String {
+    match layer & LOW_NIBBLES {
+        0 => layer.to_string(),
+        _ => format!("{} (low nibbles)", layer & !LOW_NIBBLES),
+    }
+}
+
 impl fmt::Display for Place {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Place::Header => write!(f, "header"),
             Place::Table(i) => write!(f, "table {i}"),
             Place::Layer(i) => write!(f, "layer entry {i}"),
-            Place::Index { layer, expert } => write!(f, "index of layer {layer}, expert {expert}"),
+            Place::Index { layer, expert } => {
+                write!(f, "index of layer {}, expert {expert}", layer_name(*layer))
+            }
             Place::Record { layer, expert } => {
-                write!(f, "record of layer {layer}, expert {expert}")
+                write!(f, "record of layer {}, expert {expert}", layer_name(*layer))
             }
             Place::Matrix {
                 layer,
@@ -56,7 +68,8 @@ impl fmt::Display for Place {
                 kind,
             } => write!(
                 f,
-                "record of layer {layer}, expert {expert}, {}",
+                "record of layer {}, expert {expert}, {}",
+                layer_name(*layer),
                 kind.name()
             ),
         }
@@ -160,7 +173,10 @@ pub enum ArchiveError {
         source: CodecError,
     },
     /// There is no such expert.
-    #[error("{}: no record of layer {layer}, expert {expert}; `host inspect` lists what there is", path.display())]
+    #[error(
+        "{}: no record of layer {}, expert {expert}; `host inspect` lists what there is",
+        path.display(), layer_name(*layer)
+    )]
     Missing {
         /// The file.
         path: PathBuf,

@@ -29,6 +29,10 @@ pub const MAX_DIM: usize = 1 << 16;
 /// Table of a class that has none.
 pub const NO_TABLE: u16 = u16::MAX;
 
+/// Set in a layer's number: the low nibbles of the int8 experts whose high ones the layer with the
+/// number without it holds.
+pub const LOW_NIBBLES: u32 = 1 << 31;
+
 /// First 128 bits of a BLAKE3 hash.
 pub type Digest = [u8; 16];
 

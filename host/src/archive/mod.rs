@@ -34,7 +34,7 @@ use crate::codec::{
 use crate::expert::{ExpertShape, MatrixKind, RawMatrix, ScaleKind};
 
 pub use error::{ArchiveError, Invalid, Kept, Place};
-pub use format::{CLASSES, Digest, Header, class, fingerprint};
+pub use format::{CLASSES, Digest, Header, LOW_NIBBLES, class, fingerprint};
 pub use hot::HotSet;
 pub use inspect::{Inspection, LayerInfo, MatrixInfo, TableInfo, inspect};
 pub use pack::{
@@ -359,6 +359,11 @@ impl Archive {
     /// Numbers of the model layers that have records, ascending.
     pub fn layers(&self) -> &[u32] {
         &self.layers
+    }
+
+    /// Whether the experts of a layer are int8, and their low nibbles another layer.
+    pub fn is_int8(&self, layer: u32) -> bool {
+        self.layers.binary_search(&(layer | LOW_NIBBLES)).is_ok()
     }
 
     /// Experts of each layer.

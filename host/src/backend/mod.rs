@@ -404,6 +404,21 @@ pub trait Backend: Sized {
         out: RowsMut<'_, Self::Buf<f32>>,
     ) -> Result<(), Self::Error>;
 
+    /// The same with int8 weights `16 high + low + 8` of the nibbles that two layers of experts hold,
+    /// `[high, low]`, both with row scales, which are the weights'. Outputs of a matrix are
+    /// `gpu::arith::dequantise_int8`.
+    #[allow(clippy::too_many_arguments)]
+    fn experts_int8(
+        &self,
+        nibbles: [&Self::Experts; 2],
+        x: Rows<'_, Self::Buf<f32>>,
+        ids: &Self::Buf<u32>,
+        weights: &Self::Buf<f32>,
+        top_k: usize,
+        tokens: usize,
+        out: RowsMut<'_, Self::Buf<f32>>,
+    ) -> Result<(), Self::Error>;
+
     /// `out = out + x`, elementwise over rows of `cols`.
     fn add(
         &self,

@@ -205,6 +205,72 @@ fn matvec(m: &RawMatrix<'_>, rows: usize, cols: usize, scales: ScaleKind, x: &[f
     }
 }
 
+/// `y = (16 high + low + 8) x`, inputs quantised.
+fn matvec_int8(nibbles: [&RawMatrix<'_>; 2], rows: usize, cols: usize, x: &[f32]) -> Vec<f32> {
+    let (s, q) = quantise_row(x);
+    let dot = |m: &RawMatrix<'_>, r: usize| -> i32 {
+        let row = &m.packed[r * cols / 2..(r + 1) * cols / 2];
+        (0..cols).map(|c| nibble(row, c) * q[c]).sum()
+    };
+    let [high, low] = nibbles;
+    (0..rows)
+        .map(|r| {
+            let sum = q.iter().sum();
+            arith::dequantise_int8(high.scales[r], s, dot(high, r), dot(low, r), sum)
+        })
+        .collect()
+}
+
+/// [`Backend::experts`], or with int8 weights of two layers' nibbles.
+#[allow(clippy::too_many_arguments)]
+fn run_experts(
+    [experts, low]: [&Experts; 2],
+    int8: bool,
+    x: Rows<'_, Vec<f32>>,
+    ids: &Vec<u32>,
+    weights: &Vec<f32>,
+    top_k: usize,
+    tokens: usize,
+    mut out: RowsMut<'_, Vec<f32>>,
+) -> Result<()> {
+    let shape = &experts.shape;
+    for t in 0..tokens {
+        let x = x.row(t, shape.hidden)?;
+        let mut acc = vec![0.0; shape.hidden];
+        for i in t * top_k..(t + 1) * top_k {
+            let id = slice(ids, i, 1)?[0] as usize;
+            let weight = slice(weights, i, 1)?[0];
+            let expert = experts.matrices.get(id).ok_or(ReferenceError::Id {
+                what: "expert",
+                id,
+                have: experts.matrices.len(),
+            })?;
+            let multiply = |kind: MatrixKind, x: &[f32]| {
+                let (rows, cols) = shape.dims(kind);
+                let m = &expert[kind as usize];
+                if int8 {
+                    let low = &low.matrices[id][kind as usize];
+                    matvec_int8([m, low], rows, cols, x)
+                } else {
+                    matvec(m, rows, cols, shape.scales, x)
+                }
+            };
+            let gate = multiply(MatrixKind::Gate, x);
+            let up = multiply(MatrixKind::Up, x);
+            let h: Vec<f32> = gate
+                .iter()
+                .zip(&up)
+                .map(|(g, u)| arith::silu(*g) * u)
+                .collect();
+            for (a, y) in acc.iter_mut().zip(multiply(MatrixKind::Down, &h)) {
+                *a = arith::fma(weight, y, *a);
+            }
+        }
+        out.row(t, shape.hidden)?.copy_from_slice(&acc);
+    }
+    Ok(())
+}
+
 /// Indices of the `n` largest keys, of equal keys the lowest; ascending.
 fn top(keys: &[f32], n: usize) -> Vec<usize> {
     let mut order: Vec<usize> = (0..keys.len()).collect();
@@ -615,38 +681,31 @@ impl Backend for Reference {
         weights: &Vec<f32>,
         top_k: usize,
         tokens: usize,
-        mut out: RowsMut<'_, Vec<f32>>,
+        out: RowsMut<'_, Vec<f32>>,
     ) -> Result<()> {
-        let shape = &experts.shape;
-        for t in 0..tokens {
-            let x = x.row(t, shape.hidden)?;
-            let mut acc = vec![0.0; shape.hidden];
-            for i in t * top_k..(t + 1) * top_k {
-                let id = slice(ids, i, 1)?[0] as usize;
-                let weight = slice(weights, i, 1)?[0];
-                let expert = experts.matrices.get(id).ok_or(ReferenceError::Id {
-                    what: "expert",
-                    id,
-                    have: experts.matrices.len(),
-                })?;
-                let multiply = |kind: MatrixKind, x: &[f32]| {
-                    let (rows, cols) = shape.dims(kind);
-                    matvec(&expert[kind as usize], rows, cols, shape.scales, x)
-                };
-                let gate = multiply(MatrixKind::Gate, x);
-                let up = multiply(MatrixKind::Up, x);
-                let h: Vec<f32> = gate
-                    .iter()
-                    .zip(&up)
-                    .map(|(g, u)| arith::silu(*g) * u)
-                    .collect();
-                for (a, y) in acc.iter_mut().zip(multiply(MatrixKind::Down, &h)) {
-                    *a = arith::fma(weight, y, *a);
-                }
-            }
-            out.row(t, shape.hidden)?.copy_from_slice(&acc);
-        }
-        Ok(())
+        run_experts(
+            [experts, experts],
+            false,
+            x,
+            ids,
+            weights,
+            top_k,
+            tokens,
+            out,
+        )
+    }
+
+    fn experts_int8(
+        &self,
+        nibbles: [&Experts; 2],
+        x: Rows<'_, Vec<f32>>,
+        ids: &Vec<u32>,
+        weights: &Vec<f32>,
+        top_k: usize,
+        tokens: usize,
+        out: RowsMut<'_, Vec<f32>>,
+    ) -> Result<()> {
+        run_experts(nibbles, true, x, ids, weights, top_k, tokens, out)
     }
 
     fn add(

@@ -7,7 +7,7 @@ use clap::Args;
 
 use super::pack::Count;
 use super::ui;
-use crate::archive::{Archive, Inspection, MatrixInfo, inspect};
+use crate::archive::{Archive, Inspection, LOW_NIBBLES, MatrixInfo, inspect};
 
 #[derive(Args)]
 pub struct InspectArgs {
@@ -83,7 +83,8 @@ fn table(i: &Inspection) -> Result<String, std::fmt::Error> {
     }
     writeln!(t)?;
     for l in &i.layers {
-        write!(t, "{:>5} {:>7.4}", l.layer, l.ratio)?;
+        let half = if l.layer & LOW_NIBBLES == 0 { " " } else { "l" };
+        write!(t, "{:>4}{half} {:>7.4}", l.layer & !LOW_NIBBLES, l.ratio)?;
         for m in &l.matrices {
             write!(t, "  {:<28}", cell(m))?;
         }

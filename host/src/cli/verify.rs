@@ -39,8 +39,8 @@ pub fn run(args: VerifyArgs) -> anyhow::Result<()> {
         if RawExperts::are_in(dir) {
             let mut config = Config::read(dir)?;
             // A layer that drafts is compared where the archive has it.
-            let last = archive.layers().last().map(|l| *l as usize);
-            config.mtp = config.nextn.is_some() && last == Some(config.layers.len());
+            let drafts = config.layers.len() as u32;
+            config.mtp = config.nextn.is_some() && archive.layers().binary_search(&drafts).is_ok();
             experts = Some(RawExperts::open(dir, &config)?);
             compared = "the model's raw experts";
         } else {

@@ -25,7 +25,7 @@ use crate::model::directory::{
     DENSE_FILE, EXPERTS_FILE, EXPERTS_KEY, FINGERPRINT_KEY, expert_tensor,
 };
 use crate::model::error::ModelError;
-use crate::model::format::Weight;
+use crate::model::format::{FP8_BLOCK, Format, Weight};
 use crate::model::shards::{SCALES, Shards};
 use crate::model::tensors::{Entry, TensorWriter};
 use crate::model::weights::inventory;
@@ -92,14 +92,20 @@ fn expert_weights<'a>(
         let gate_up = checkpoint.weight(&fused, &[n, 2 * i, h])?;
         let name = format!("model.layers.{layer}.mlp.experts.down_proj");
         let down = checkpoint.weight(&name, &[n, h, i])?;
+        if gate_up.format == Format::Fp8Block && i % FP8_BLOCK != 0 {
+            let want = format!("a multiple of {FP8_BLOCK} rows of gate, where it is fp8 with up");
+            return Err(checkpoint.wrong(&fused, want, i));
+        }
+        checkpoint.check_scales(&fused, &gate_up, true)?;
+        checkpoint.check_scales(&name, &down, true)?;
         let part = |t: &Weight<'a>, parts: usize, at: usize, rows: usize, cols: usize| {
-            let len = t.bytes.len() / parts;
+            let (len, scales) = (t.bytes.len() / parts, t.scales.len() / parts);
             Weight {
                 format: t.format,
                 rows,
                 cols,
                 bytes: &t.bytes[at * len..(at + 1) * len],
-                scales: [][..].into(), // three dimensions are floats
+                scales: t.scales[at * scales..(at + 1) * scales].to_vec().into(),
             }
         };
         return Ok([

@@ -75,7 +75,12 @@ impl Facts {
                 Tier::Ans => "ans",
             },
             expert_bytes: source.bytes(config)?,
-            expert_raw_bytes: (sparse_layers * experts * source.shape().raw_bytes()) as u64,
+            expert_raw_bytes: (config.sparse_layers())
+                .map(|l| {
+                    let halves = 1 + source.is_int8(l) as usize;
+                    (halves * experts * source.shape().raw_bytes()) as u64
+                })
+                .sum(),
             dense_formats,
             dense_bytes,
             positions: config.max_positions,

@@ -290,8 +290,18 @@ fn fp8_blocks(q: &Value) -> bool {
         && is("weight_block_size", vec![128, 128].into())
 }
 
+/// Refuses rotary angles for a part of what families rotate.
+fn whole_heads_turn(o: &Object) -> Result<(), ModelError> {
+    let part = o.number_or("partial_rotary_factor", 1.0)?;
+    if part == 1.0 {
+        return Ok(());
+    }
+    Err(o.unsupported("partial_rotary_factor", "1", part))
+}
+
 /// Base of the rotary angles.
 pub(super) fn rope_theta(o: &Object) -> Result<f64, ModelError> {
+    whole_heads_turn(o)?;
     let scope = ["rope_parameters", "rope_scaling"]
         .into_iter()
         .find_map(|name| o.get(name).map(|v| (name, v)));
@@ -308,6 +318,7 @@ pub(super) fn rope_theta(o: &Object) -> Result<f64, ModelError> {
     for field in ["rope_type", "type"] {
         inner.must(field, "default", Some("default"))?;
     }
+    whole_heads_turn(&inner)?;
     match inner.get("rope_theta") {
         Some(_) => inner.number_or("rope_theta", 0.0),
         None => o.number_or("rope_theta", 10_000.0),
@@ -623,6 +634,13 @@ mod tests {
             "rope_parameters",
             serde_json::json!({"rope_type": "yarn", "rope_theta": 1e4}),
         );
+        refused(
+            "rope_parameters",
+            serde_json::json!({"rope_theta": 1e4, "partial_rotary_factor": 0.5}),
+        );
+        refused("partial_rotary_factor", 0.25.into());
+        let whole = serde_json::json!({"rope_theta": 1e4, "partial_rotary_factor": 1.0});
+        parse(|m| drop(m.insert("rope_parameters".into(), whole.clone()))).unwrap();
         refused(
             "indexer_types",
             serde_json::json!(["shared", "full", "full", "full", "full", "full", "full"]),

@@ -10,7 +10,7 @@ use super::format::{Format, Weight};
 use super::matrix::HostMatrix;
 use super::shards::{Shards, looks_like_container};
 use super::tensors::u16s;
-use crate::archive::{ArchiveError, ExpertSource};
+use crate::archive::{ArchiveError, ExpertSource, LOW_NIBBLES};
 use crate::expert::{ExpertShape, MatrixKind, RawMatrix, ScaleKind};
 
 /// Key of the experts' number format in `experts.safetensors` and `dense.safetensors`.
@@ -187,10 +187,11 @@ impl Dense {
     }
 }
 
-/// Raw int4 experts of a model directory.
+/// Raw int4 experts of a model directory. Int8 experts come as two layers of their nibbles.
 pub struct RawExperts {
     shards: Shards,
     shape: ExpertShape,
+    /// The low nibbles of int8 layers after all others ([`LOW_NIBBLES`]).
     layers: Vec<u32>,
     experts: usize,
 }
@@ -213,14 +214,19 @@ impl RawExperts {
             experts: config.router.experts,
         };
         let mut formats = Vec::new();
+        let mut int8 = Vec::new();
         for layer in config.sparse_layers() {
             for e in 0..this.experts {
                 for kind in MatrixKind::ALL {
                     let format = this.weight(layer, e, kind)?.format;
                     formats.push((format, this.shape.dims(kind).1));
+                    if format == Format::Int8Row && int8.last() != Some(&(layer as u32)) {
+                        int8.push(layer as u32);
+                    }
                 }
             }
         }
+        this.layers.extend(int8.iter().map(|l| l | LOW_NIBBLES));
         let fits = |kind: ScaleKind| {
             formats.iter().all(|(format, cols)| match format {
                 Format::Int4 { group } => match kind {
@@ -228,9 +234,22 @@ impl RawExperts {
                     // A row of one group looks as if it had a row scale.
                     ScaleKind::G64 => (*group).min(*cols) == gpu::arith::GROUP,
                 },
+                Format::Int8Row => kind == ScaleKind::Row,
                 _ => false,
             })
         };
+        if let Some(layer) = int8.first()
+            && !fits(ScaleKind::Row)
+        {
+            let name = format!("experts of layer {layer}");
+            return Err(ModelError::field(
+                this.shards.source(),
+                &name,
+                "int4-grouped, as other layers have it, or int4-row in all others",
+                "int8-row",
+                "int8 experts beside grouped int4 ones are not supported",
+            ));
+        }
         if container {
             // Row scales are group scales that are all the same; not so the other way round.
             if !fits(ScaleKind::Row) {
@@ -277,27 +296,42 @@ impl RawExperts {
         let name = expert_tensor(layer, e, kind);
         let weight = self.shards.weight(&name, &[rows, cols])?;
         match weight.format {
+            Format::Int8Row => Ok(weight),
             Format::Int4 { group } if group >= cols || group % gpu::arith::GROUP == 0 => Ok(weight),
             other => Err(ModelError::field(
                 self.shards.path_of(&name),
                 &name,
-                "int4-row or int4-grouped by a multiple of 64 columns",
+                "int4-row, int8-row or int4-grouped by a multiple of 64 columns",
                 other.name(cols),
                 "experts of this format are not supported: convert a bf16 or fp8 checkpoint",
             )),
         }
     }
 
-    /// One matrix; its scales are checked to be finite and not negative.
+    /// Whether a layer's experts are int8, and come as two layers of their nibbles.
+    pub fn is_int8(&self, layer: usize) -> bool {
+        self.layers.contains(&(layer as u32 | LOW_NIBBLES))
+    }
+
+    /// One matrix, of an int8 layer its high or low nibbles; its scales are checked to be finite and
+    /// not negative.
     pub fn matrix(
         &self,
         layer: usize,
         e: usize,
         kind: MatrixKind,
     ) -> Result<RawMatrix<'_>, ModelError> {
+        let low = layer as u32 & LOW_NIBBLES != 0;
+        let layer = (layer as u32 & !LOW_NIBBLES) as usize;
         let weight = self.weight(layer, e, kind)?;
         let name = expert_tensor(layer, e, kind);
         self.shards.check_scales(&name, &weight, false)?;
+        if self.is_int8(layer) {
+            return Ok(RawMatrix {
+                packed: nibbles(&weight, low).into(),
+                scales: weight.scales,
+            });
+        }
         let want = self.shape.scales.count(weight.rows, weight.cols);
         let scales = if weight.scales.len() == want {
             weight.scales
@@ -333,6 +367,23 @@ impl RawExperts {
     pub fn layer(&self, layer: usize) -> Result<Vec<[RawMatrix<'_>; 3]>, ModelError> {
         (0..self.experts).map(|e| self.all(layer, e)).collect()
     }
+}
+
+/// The high or the low nibbles of integers `16 high + low + 8`, packed; both from -8 to 7.
+fn nibbles(weight: &Weight<'_>, low: bool) -> Vec<u8> {
+    let pick = |q: i8| match low {
+        true => q as u8 & 15,
+        false => (q >> 4) as u8 & 15 ^ 8,
+    };
+    if weight.format == Format::Int8Row {
+        let pairs = weight.bytes.as_chunks::<2>().0.iter();
+        return pairs
+            .map(|[a, b]| pick(*a as i8) | pick(*b as i8) << 4)
+            .collect();
+    }
+    let of = |nibble: u8| pick(nibble as i8 - 8);
+    let pairs = weight.bytes.iter();
+    pairs.map(|b| of(b & 15) | of(b >> 4) << 4).collect()
 }
 
 impl ExpertSource for RawExperts {

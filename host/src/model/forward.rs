@@ -360,16 +360,16 @@ impl<B: LoadExperts> Model<B> {
         let Mlp::Sparse(moe) = &layer.mlp else {
             return Ok(());
         };
-        let hidden = self.config.hidden;
-        self.backend.experts(
-            &moe.experts,
-            rows(&s.normed, hidden),
-            &s.expert_ids,
-            &s.expert_weights,
-            self.config.router.top_k,
-            tokens,
-            rows_mut(&mut s.expert_out, hidden),
-        )?;
+        let (b, hidden) = (&self.backend, self.config.hidden);
+        let (x, out) = (rows(&s.normed, hidden), rows_mut(&mut s.expert_out, hidden));
+        let (ids, weights) = (&s.expert_ids, &s.expert_weights);
+        let top_k = self.config.router.top_k;
+        match &moe.low {
+            None => b.experts(&moe.experts, x, ids, weights, top_k, tokens, out)?,
+            Some(low) => {
+                b.experts_int8([&moe.experts, low], x, ids, weights, top_k, tokens, out)?
+            }
+        }
         self.count(l, s, first, tokens)
     }
 

@@ -221,9 +221,14 @@ impl Shards {
         let weight = match tensor.dtype {
             Dtype::BF16 => of(Format::Bf16, tensor.bytes, [][..].into()),
             Dtype::F32 => of(Format::F32, tensor.bytes, [][..].into()),
-            Dtype::F8_E4M3 if shape.len() == 2 => {
+            Dtype::F8_E4M3 if matches!(shape.len(), 2 | 3) => {
                 let name = format!("{name}{FP8_SCALES}");
-                let blocks = [rows.div_ceil(FP8_BLOCK), cols.div_ceil(FP8_BLOCK)];
+                // Of several matrices each has blocks of its own.
+                let (each, [rows, cols]) = shape.split_at(shape.len() - 2) else {
+                    unreachable!("two or three dimensions")
+                };
+                let mut blocks = each.to_vec();
+                blocks.extend([rows.div_ceil(FP8_BLOCK), cols.div_ceil(FP8_BLOCK)]);
                 let scales = self.shaped(&name, &blocks)?;
                 let scales = match scales.dtype {
                     Dtype::F32 => f32s(scales.bytes),

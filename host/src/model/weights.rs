@@ -14,7 +14,7 @@ use super::error::ModelError;
 use super::family::qwen3_moe::{self, Grouped};
 use super::matrix::{HostMatrix, Matrix, Part};
 use super::mtp::{self, Mtp};
-use crate::archive::{Archive, ExpertSource, LayerRecords, Record, expert_digest};
+use crate::archive::{Archive, ExpertSource, LOW_NIBBLES, LayerRecords, Record, expert_digest};
 use crate::backend::{LayerExperts, LoadExperts, Scoring, TieredLayer};
 use crate::expert::{ExpertShape, Form, Tier};
 use crate::interrupt;
@@ -88,13 +88,12 @@ impl Source {
     }
 
     /// The same experts in several tiers: `tiers` of each expert of each layer with experts, in
-    /// order, and the numbers of their devices, or nothing for the first; a layer past those is never
-    /// loaded. Whether what is read later goes past the page cache. `None` where there is no archive
+    /// order, and the numbers of their devices, or nothing for the first. Whether what is read later goes past the page cache. `None` where there is no archive
     /// or the numbers are not its own.
     pub fn tiered(
         self,
-        mut tiers: Vec<Vec<placement::Tier>>,
-        mut devices: Vec<Vec<u8>>,
+        tiers: Vec<Vec<placement::Tier>>,
+        devices: Vec<Vec<u8>>,
         staged: usize,
     ) -> Result<Option<(Self, bool)>, ModelError> {
         let Source::Coded(archive) = self else {
@@ -102,12 +101,6 @@ impl Source {
         };
         let experts = archive.experts();
         let layers = archive.layers().len();
-        if tiers.len() + 1 == layers {
-            tiers.push(vec![placement::Tier::DiskAns; experts]);
-        }
-        if devices.len() + 1 == layers {
-            devices.push(vec![0; experts]);
-        }
         let mut lengths = (tiers.iter().map(Vec::len)).chain(devices.iter().map(Vec::len));
         if tiers.len() != layers
             || !devices.is_empty() && devices.len() != layers
@@ -147,10 +140,28 @@ impl Source {
         }
     }
 
+    /// Whether a layer's experts are int8, and come as two layers of their nibbles.
+    pub fn is_int8(&self, l: usize) -> bool {
+        match self {
+            Source::Raw(raw) => raw.is_int8(l),
+            Source::Decoded(archive)
+            | Source::Coded(archive)
+            | Source::Tiered(Tiered { archive, .. }) => archive.is_int8(l as u32),
+        }
+    }
+
+    /// Of the model's layers those with routed experts, of int8 ones both halves.
+    fn layers<'a>(&'a self, config: &'a Config) -> impl Iterator<Item = usize> + 'a {
+        config.sparse_layers().flat_map(|l| {
+            let low = self.is_int8(l).then_some(l | LOW_NIBBLES as usize);
+            [l].into_iter().chain(low)
+        })
+    }
+
     /// Bytes that all experts will take, without reading them.
     pub fn bytes(&self, config: &Config) -> Result<u64, ModelError> {
         let experts = config.router.experts;
-        let layers = config.sparse_layers();
+        let layers = self.layers(config);
         match self {
             Source::Raw(_) | Source::Decoded(_) => {
                 Ok((layers.count() * experts * self.shape().raw_bytes()) as u64)
@@ -204,9 +215,9 @@ pub fn bytes_to_load(dir: &Path, config: &Config, source: &Source) -> Result<Vec
         let layer = layer.and_then(|rest| rest.split('.').next()?.parse::<usize>().ok());
         bytes[layer.unwrap_or(0)] += dense.bytes(&name, &shape)?.0;
     }
-    for l in config.sparse_layers() {
+    for l in source.layers(config) {
         for e in 0..config.router.experts {
-            bytes[l] += match source.coded() {
+            bytes[l & !LOW_NIBBLES as usize] += match source.coded() {
                 Some(archive) => archive.place_of(l as u32, e)?.1 as u64,
                 None => source.shape().raw_bytes() as u64,
             };
@@ -248,8 +259,22 @@ pub fn check_archive(archive: &Archive, dir: &Path, config: &Config) -> Result<b
         return wrong("expert shape", want.to_string(), shape.to_string());
     }
     let layers: Vec<u32> = config.sparse_layers().map(|l| l as u32).collect();
-    // One that drafts may be there and not be wanted.
-    let mut had = archive.layers();
+    // One that drafts may be there and not be wanted. Low nibbles come after all others.
+    let lows = archive.layers().iter().position(|l| l & LOW_NIBBLES != 0);
+    let (mut had, lows) = archive
+        .layers()
+        .split_at(lows.unwrap_or(archive.layers().len()));
+    if let Some(l) = lows
+        .iter()
+        .find(|l| had.binary_search(&(**l & !LOW_NIBBLES)).is_err())
+    {
+        let high = (l & !LOW_NIBBLES).to_string();
+        return wrong(
+            "layers",
+            format!("layer {high} with its low nibbles"),
+            "the low nibbles alone".into(),
+        );
+    }
     if !config.mtp && config.nextn.is_some() && had.last() == Some(&(config.layers.len() as u32)) {
         had = &had[..had.len() - 1];
     }
@@ -321,6 +346,8 @@ pub(super) struct Moe<B: LoadExperts> {
     pub router: Matrix<B>,
     pub bias: B::Buf<f32>,
     pub experts: B::Experts,
+    /// Of int8 experts the low nibbles; the high ones are `experts`.
+    pub low: Option<B::Experts>,
     pub shared: Option<Ffn<B>>,
 }
 
@@ -586,8 +613,10 @@ impl<'a, B: LoadExperts> Loader<'a, B> {
 
     /// A layer's routed experts, where the source says.
     fn experts(&mut self, l: usize, source: &Source, form: Form) -> Result<B::Experts, ModelError> {
-        let what = format!("the experts of layer {l}");
+        let what = format!("the experts of layer {}", l & !LOW_NIBBLES as usize);
+        // Both halves of an int8 layer are in one place.
         if let Source::Tiered(t) = source
+            && !source.is_int8(l)
             && let Ok(index) = t.archive.layers().binary_search(&(l as u32))
         {
             let layer = TieredLayer {
@@ -684,10 +713,15 @@ impl<'a, B: LoadExperts> Loader<'a, B> {
                 Scoring::Softmax => vec![0.0; c.router.experts],
             };
             let experts = self.experts(l, source, form)?;
+            let low = match source.is_int8(l) {
+                true => Some(self.experts(l | LOW_NIBBLES as usize, source, form)?),
+                false => None,
+            };
             Mlp::Sparse(Moe {
                 router: self.one(&at(l, "mlp.gate.weight"), &[c.router.experts, c.hidden])?,
                 bias: self.place("e_score_correction_bias", self.backend.upload(&bias))?,
                 experts,
+                low,
                 shared: match c.shared_intermediate {
                     0 => None,
                     width => Some(self.ffn(l, "mlp.shared_experts.", width)?),

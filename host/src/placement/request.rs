@@ -8,7 +8,7 @@ use super::planner::{Budget, LayerModel, ModelUse, Plan, PlanError, TierPlan};
 use super::profile::{self, Profile, ProfileError};
 use super::spread::{Peer, plan_devices};
 use super::{Rates, Tier, staged};
-use crate::archive::{Archive, ArchiveError};
+use crate::archive::{Archive, ArchiveError, LOW_NIBBLES};
 use crate::backend::kernels::{Device, KernelBackend};
 use crate::model::{Config, ModelError};
 
@@ -270,7 +270,18 @@ impl Request {
         let mut layers = Vec::new();
         let mut largest = 0;
         // A layer that drafts may be in the archive and not be wanted.
+        let mut int8 = 0;
         for number in config.sparse_layers().map(|l| l as u32) {
+            if archive.is_int8(number) {
+                for (half, e) in [0, LOW_NIBBLES]
+                    .into_iter()
+                    .flat_map(|half| (0..experts).map(move |e| (half, e)))
+                {
+                    let bytes = archive.place_of(number | half, e)?.1 as u64;
+                    int8 += bytes.next_multiple_of(256);
+                }
+                continue;
+            }
             let records: Vec<u64> = (0..experts)
                 .map(|e| Ok(archive.place_of(number, e)?.1 as u64))
                 .collect::<Result<_, ArchiveError>>()?;
@@ -288,6 +299,12 @@ impl Request {
             what: "stage",
             vram: staged(top_k) as u64 * largest.next_multiple_of(256),
         });
+        if int8 > 0 {
+            fixed.push(Fixed {
+                what: "int8 experts",
+                vram: int8,
+            });
+        }
         let spare = free.saturating_sub(RESERVE);
         let vram = self.vram.map_or(spare, |s| s.of(free));
         let taken: u64 = fixed.iter().map(|f| f.vram).sum();
@@ -324,9 +341,25 @@ impl Request {
                 }
             })
             .collect();
-        let plan = plan_devices(&model, &calibration.rates, &budget, &peers)?;
+        let mut plan = plan_devices(&model, &calibration.rates, &budget, &peers)?;
+        // A row for each layer of the archive: those that are not planned are whole in device memory
+        // or not loaded.
+        let mut planned_tiers = std::mem::take(&mut plan.tiers).into_iter();
+        let mut devices = std::mem::take(&mut plan.devices).into_iter();
+        for number in archive.layers() {
+            let planned = model.layers.iter().any(|m| m.number == *number);
+            let (tiers, devices) = match planned {
+                true => (planned_tiers.next(), devices.next()),
+                false => (None, None),
+            };
+            plan.tiers.push(tiers.unwrap_or_else(|| vec![Tier::DiskAns; experts]));
+            plan.devices.push(devices.unwrap_or_else(|| vec![0; experts]));
+        }
         let drafts = config.nextn.is_some()
-            && archive.layers().last() == Some(&(config.layers.len() as u32));
+            && archive
+                .layers()
+                .binary_search(&(config.layers.len() as u32))
+                .is_ok();
         let of = |drafts: bool| {
             drafts.then(|| Speculation::of(config, &model.layers, &plan, &calibration.rates))
         };

@@ -200,6 +200,11 @@ impl Experts {
         self.bytes.len() + 4 * self.scales.len()
     }
 
+    /// Scales of a matrix, f32.
+    fn scales(&self, expert: usize, kind: MatrixKind) -> &[f32] {
+        &self.scales[self.experts[expert][kind as usize].scales.clone()]
+    }
+
     fn matrix(&self, expert: usize, kind: MatrixKind) -> Result<Source<'_>, CpuError> {
         let m = &self.experts[expert][kind as usize];
         let bytes = &self.bytes[m.bytes.clone()];
@@ -373,14 +378,17 @@ fn decode(
 }
 
 /// Multiplies matrices `kinds`, all of one shape, of every active expert with its slots'
-/// activations: `[active][kinds]`.
+/// activations: `[active][kinds]`; where `dots`, the bits of the dot products.
+#[allow(clippy::too_many_arguments)]
 fn multiply(
     level: Level,
     experts: &Experts,
     slots: &Slots,
     kinds: &[MatrixKind],
     activations: &[&Activation],
+    dots: bool,
 ) -> Result<Vec<Products>, CpuError> {
+    let matmul = if dots { int4::dots } else { int4::matmul };
     let (rows, cols) = experts.shape.dims(kinds[0]);
     let parallel = slots.token.len() * kinds.len() * rows * cols >= PARALLEL_FROM;
     let mut matrices = Vec::with_capacity(slots.active.len() * kinds.len());
@@ -428,7 +436,7 @@ fn multiply(
         |((e, kind, source), block, rows, activations, out)| match source {
             Source::Raw(matrix) => {
                 let matrix = matrix.slice(rows.start, rows.len());
-                int4::matmul(level, matrix, activations, out);
+                matmul(level, matrix, activations, out);
                 Ok::<(), CpuError>(())
             }
             Source::Coded(coded, whole) => TILE.with_borrow_mut(|tile| {
@@ -442,7 +450,7 @@ fn multiply(
                     scales,
                     ..*whole
                 };
-                int4::matmul(level, matrix, activations, out);
+                matmul(level, matrix, activations, out);
                 Ok(())
             }),
         },
@@ -450,10 +458,19 @@ fn multiply(
     Ok(products)
 }
 
+/// Dot products of high nibbles and of low ones to outputs of int8 weights.
+fn int8(high: &mut [f32], low: &[f32], scales: &[f32], x: &Activation) {
+    for ((high, low), scale) in high.iter_mut().zip(low).zip(scales) {
+        let (h, l) = (high.to_bits() as i32, low.to_bits() as i32);
+        *high = gpu::arith::dequantise_int8(*scale, x.scale, h, l, x.sum);
+    }
+}
+
 /// `outs[t] = sum over i ascending of fma(weights[t][i], y, acc)`.
 pub(super) fn forward(
     level: Level,
     experts: &Experts,
+    low: Option<&Experts>,
     xs: &[&[f32]],
     ids: &[u32],
     weights: &[f32],
@@ -471,33 +488,44 @@ pub(super) fn forward(
         |(input, x)| int4::quantise(level, x, input),
     );
     let by_slot: Vec<&Activation> = slots.token.iter().map(|t| &inputs[*t]).collect();
-    let products = multiply(
-        level,
-        experts,
-        &slots,
-        &[MatrixKind::Gate, MatrixKind::Up],
-        &by_slot,
-    )?;
+    // Of int8 weights the dot products with both nibbles.
+    let both = |kinds: &[MatrixKind], inputs: &[&Activation]| {
+        let products = multiply(level, experts, &slots, kinds, inputs, low.is_some())?;
+        let lows = match low {
+            Some(low) => multiply(level, low, &slots, kinds, inputs, true)?,
+            None => Vec::new(),
+        };
+        Ok::<_, CpuError>((products, lows))
+    };
+    let (products, lows) = both(&[MatrixKind::Gate, MatrixKind::Up], &by_slot)?;
 
     let mut hidden = vec![Activation::default(); slots.token.len()];
     let mut jobs = Vec::with_capacity(hidden.len());
     let mut rest = &mut hidden[..];
-    for (products, (_, range)) in products.chunks_exact(2).zip(&slots.active) {
+    for (active, (_, range)) in slots.active.iter().enumerate() {
         let (these, others) = rest.split_at_mut(range.len());
         rest = others;
-        jobs.extend(these.iter_mut().enumerate().map(|(j, h)| (products, j, h)));
+        jobs.extend(these.iter_mut().enumerate().map(|(j, h)| (active, j, h)));
     }
-    for_each(parallel, jobs, |(products, j, hidden)| {
+    for_each(parallel, jobs, |(active, j, hidden)| {
         let mut values = vec![0.0; 3 * shape.intermediate];
         let (gate, rest) = values.split_at_mut(shape.intermediate);
         let (up, h) = rest.split_at_mut(shape.intermediate);
-        products[0].copy_slot(j, gate);
-        products[1].copy_slot(j, up);
+        products[2 * active].copy_slot(j, gate);
+        products[2 * active + 1].copy_slot(j, up);
+        if low.is_some() {
+            let (expert, range) = &slots.active[active];
+            for (i, high) in [&mut *gate, &mut *up].into_iter().enumerate() {
+                lows[2 * active + i].copy_slot(j, h);
+                let scales = experts.scales(*expert, MatrixKind::ALL[i]);
+                int8(high, h, scales, by_slot[range.start + j]);
+            }
+        }
         dense::silu_mul(level, gate, up, h);
         int4::quantise(level, h, hidden);
     });
     let by_slot: Vec<&Activation> = hidden.iter().collect();
-    let products = multiply(level, experts, &slots, &[MatrixKind::Down], &by_slot)?;
+    let (products, lows) = both(&[MatrixKind::Down], &by_slot)?;
 
     for_each(
         parallel,
@@ -505,7 +533,19 @@ pub(super) fn forward(
         |(t, out): (usize, &mut [f32])| {
             out.fill(0.0);
             let these = t * top_k..(t + 1) * top_k;
+            let (mut high, mut rest) = (Vec::new(), Vec::new());
             for ((active, j), weight) in slots.of[these.clone()].iter().zip(&weights[these]) {
+                if low.is_some() {
+                    high.resize(out.len(), 0.0);
+                    rest.resize(out.len(), 0.0);
+                    products[*active].copy_slot(*j, &mut high);
+                    lows[*active].copy_slot(*j, &mut rest);
+                    let (expert, range) = &slots.active[*active];
+                    let scales = experts.scales(*expert, MatrixKind::Down);
+                    int8(&mut high, &rest, scales, by_slot[range.start + *j]);
+                    dense::axpy(level, *weight, &high, out);
+                    continue;
+                }
                 for (first, y) in products[*active].slot(*j) {
                     dense::axpy(level, *weight, y, &mut out[first..first + y.len()]);
                 }
@@ -558,7 +598,7 @@ impl Prepared {
         let slots = &self.slots;
         let products = if down {
             let hidden: Vec<&Activation> = self.hidden.iter().collect();
-            multiply(level, experts, slots, &[MatrixKind::Down], &hidden)?
+            multiply(level, experts, slots, &[MatrixKind::Down], &hidden, false)?
         } else {
             let inputs: Vec<&Activation> = slots.token.iter().map(|t| &self.inputs[*t]).collect();
             multiply(
@@ -567,6 +607,7 @@ impl Prepared {
                 slots,
                 &[MatrixKind::Gate, MatrixKind::Up],
                 &inputs,
+                false,
             )?
         };
         std::hint::black_box(products);

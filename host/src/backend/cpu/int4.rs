@@ -219,7 +219,35 @@ unsafe fn matmul_body<S: Simd>(w: Int4<'_>, acts: &[&Activation], out: &mut [f32
     }
 }
 
+/// `out[t][r]` the bits of `dot`, `[acts][rows]`.
+#[inline(always)]
+unsafe fn dots_body<S: Simd>(w: Int4<'_>, acts: &[&Activation], out: &mut [f32]) {
+    let (rows, cols) = (w.rows(), w.cols);
+    assert!(
+        w.packed.len() == rows * cols / 2
+            && out.len() == rows * acts.len()
+            && acts
+                .iter()
+                .all(|a| a.planes.len() == cols.div_ceil(STEP_COLS) * STEP_BYTES)
+    );
+    let row = |r: usize| w.packed[r.min(rows - 1) * (cols / 2)..][..cols / 2].as_ptr();
+    for first in (0..rows).step_by(INT4_ROWS) {
+        let ptrs = std::array::from_fn(|i| row(first + i));
+        let n = (rows - first).min(INT4_ROWS);
+        for (t, act) in acts.iter().enumerate() {
+            // SAFETY: as the caller; rows and planes have the lengths asserted.
+            let dots = unsafe { S::int4::<1>(ptrs, [act.planes.as_ptr()], cols) };
+            for (r, [dot]) in dots.iter().enumerate().take(n) {
+                let dot = dot.wrapping_sub(act.sum.wrapping_mul(8));
+                out[t * rows + first + r] = f32::from_bits(dot as u32);
+            }
+        }
+    }
+}
+
 arms! {
+    /// Rows of an expert matrix times activations, the integers' bits: `out` `[acts][rows]`.
+    pub fn dots(w: Int4<'_>, acts: &[&Activation], out: &mut [f32]) = dots_body;
     /// Quantises a vector of a multiple of 64 columns.
     pub fn quantise(x: &[f32], out: &mut Activation) = quantise_body;
     /// Rows of an expert matrix times activations: `out` `[acts][rows]`.

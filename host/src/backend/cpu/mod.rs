@@ -750,6 +750,30 @@ impl Backend for Cpu {
         experts::forward(
             self.level,
             experts,
+            None,
+            &all_rows(x, tokens, hidden),
+            &ids[..tokens * top_k],
+            &weights[..tokens * top_k],
+            top_k,
+            all_rows_mut(out, tokens, hidden),
+        )
+    }
+
+    fn experts_int8(
+        &self,
+        [experts, low]: [&Experts; 2],
+        x: Rows<'_, Buf<f32>>,
+        ids: &Buf<u32>,
+        weights: &Buf<f32>,
+        top_k: usize,
+        tokens: usize,
+        out: RowsMut<'_, Buf<f32>>,
+    ) -> Result<(), CpuError> {
+        let hidden = experts.shape().hidden;
+        experts::forward(
+            self.level,
+            experts,
+            Some(low),
             &all_rows(x, tokens, hidden),
             &ids[..tokens * top_k],
             &weights[..tokens * top_k],

@@ -3,11 +3,13 @@
 //! Nothing comes back to the host within a layer: assignments are grouped on the device, and the
 //! matmuls read there how many experts are active.
 
+mod int8;
 mod peers;
 mod rans;
 mod tiers;
 mod timed;
 
+use int8::Low;
 pub(super) use tiers::Stage;
 pub use timed::Prepared;
 
@@ -295,11 +297,12 @@ impl<D: Device> KernelBackend<D> {
         })
     }
 
-    /// [`Backend::experts`].
+    /// [`Backend::experts`], or with `low` [`Backend::experts_int8`].
     #[allow(clippy::too_many_arguments)]
     pub(super) fn run_experts(
         &self,
         experts: &Experts<D::Memory>,
+        low: Option<&Experts<D::Memory>>,
         x: Rows<'_, Buffer<f32, D::Memory>>,
         ids: &Buffer<u32, D::Memory>,
         weights: &Buffer<f32, D::Memory>,
@@ -318,7 +321,7 @@ impl<D: Device> KernelBackend<D> {
                 tiers.count(tokens * top_k);
             }
         }
-        let done = self.run_resident(experts, x, ids, weights, top_k, tokens, out);
+        let done = self.run_resident(experts, low, x, ids, weights, top_k, tokens, out);
         self.settle(done)
     }
 
@@ -327,6 +330,7 @@ impl<D: Device> KernelBackend<D> {
     fn run_resident(
         &self,
         experts: &Experts<D::Memory>,
+        low: Option<&Experts<D::Memory>>,
         x: Rows<'_, Buffer<f32, D::Memory>>,
         ids: &Buffer<u32, D::Memory>,
         weights: &Buffer<f32, D::Memory>,
@@ -339,7 +343,8 @@ impl<D: Device> KernelBackend<D> {
         let to = output("experts: out", &out, tokens, hidden)?;
         ids.from("experts: ids", 0, tokens * top_k)?;
         weights.from("experts: weights", 0, tokens * top_k)?;
-        let at_once = experts.at_once(tokens, top_k);
+        let planes = 1 + low.is_some() as usize;
+        let at_once = experts.at_once(tokens, planes * top_k);
         for start in (0..tokens).step_by(at_once) {
             let n = at_once.min(tokens - start);
             let slots = n * top_k;
@@ -356,7 +361,7 @@ impl<D: Device> KernelBackend<D> {
                 true => None,
                 false => Some(self.start_peers(experts, &chosen, 0)?),
             };
-            let own = self.own(experts, chosen.view, chosen.id_slice, n, top_k)?;
+            let own = self.own(experts, low, chosen.view, chosen.id_slice, n, top_k)?;
             if let Some(abroad) = &abroad {
                 self.join_peers(experts, abroad)?;
             }
@@ -367,7 +372,7 @@ impl<D: Device> KernelBackend<D> {
                 tokens: n,
                 top_k,
             };
-            self.combine(experts, &own.grouped.groups, &own.h, &own.outer, sum)?;
+            self.combine(experts, &own.grouped.groups, &own.h, &own.outer, own.low.as_ref(), sum)?;
         }
         Ok(())
     }
@@ -376,6 +381,7 @@ impl<D: Device> KernelBackend<D> {
     fn own(
         &self,
         experts: &Experts<D::Memory>,
+        low: Option<&Experts<D::Memory>>,
         x: View,
         ids: Slice,
         n: usize,
@@ -390,10 +396,17 @@ impl<D: Device> KernelBackend<D> {
         let inner = self.scratch::<u32>(slots * gate_up.partials(experts.form))?;
         let operands = Operands::gate_up(&quantised, groups, &inner);
         self.matmuls(experts, gate_up, groups, operands)?;
-        let h = self.activate(experts, groups, &quantised, &inner)?;
+        let lows = self.low_nibbles(low, 0, groups, &quantised)?;
+        let h = self.activate(experts, groups, &quantised, &inner, lows.as_ref())?;
         let outer = self.scratch::<u32>(slots * down.partials(experts.form))?;
         self.matmuls(experts, down, groups, Operands::down(&h, &outer))?;
-        Ok(Own { grouped, h, outer })
+        let low = self.low_nibbles(low, 1, groups, &h)?;
+        Ok(Own {
+            grouped,
+            h,
+            outer,
+            low,
+        })
     }
 
     /// Gate and up to the input of down.
@@ -403,6 +416,7 @@ impl<D: Device> KernelBackend<D> {
         groups: &Groups,
         x: &Quantised<D::Memory>,
         inner: &Buffer<u32, D::Memory>,
+        low: Option<&Low<D::Memory>>,
     ) -> Result<Quantised<D::Memory>> {
         let rows = experts.shape.intermediate;
         let h = Quantised {
@@ -413,6 +427,8 @@ impl<D: Device> KernelBackend<D> {
         let args = gpu::act::ActArgs {
             descs: experts.descs.slice(),
             partials: inner.slice(),
+            low: low.map_or(Slice::EMPTY, |low| low.words.slice()),
+            x_sums: x.sums.slice(),
             slot_token: groups.slot_token,
             slot_expert: groups.slot_expert,
             x_scales: x.scales.slice(),
@@ -423,6 +439,8 @@ impl<D: Device> KernelBackend<D> {
             segs: word("segments", experts.classes[0].parts(experts.form))?,
             slots: word("slots", groups.slots)?,
             flags: experts.flags(gpu::act::GROUPED),
+            low_segs: low.map_or(0, |low| low.segs),
+            groups: word("groups", experts.shape.hidden / 64)?,
         };
         let launch = Launch::new([args.slots, 1, 1], gpu::act::THREADS).shared(4 * args.rows);
         self.launch::<ActQuantise>(launch, args)?;
@@ -436,11 +454,14 @@ impl<D: Device> KernelBackend<D> {
         groups: &Groups,
         h: &Quantised<D::Memory>,
         outer: &Buffer<u32, D::Memory>,
+        low: Option<&Low<D::Memory>>,
         sum: Sum,
     ) -> Result<()> {
         let args = gpu::combine::CombineArgs {
             descs: experts.descs.slice(),
             partials: outer.slice(),
+            low: low.map_or(Slice::EMPTY, |low| low.words.slice()),
+            sums: h.sums.slice(),
             slot_expert: groups.slot_expert,
             slot_of: groups.slot_of,
             scales: h.scales.slice(),
@@ -453,6 +474,8 @@ impl<D: Device> KernelBackend<D> {
             slots: word("slots", groups.slots)?,
             k: word("experts a token", sum.top_k)?,
             flags: experts.flags(gpu::act::GROUPED),
+            low_segs: low.map_or(0, |low| low.segs),
+            groups: word("groups", experts.shape.intermediate / 64)?,
         };
         let grid = [
             args.rows.div_ceil(gpu::combine::ROWS),
@@ -769,6 +792,8 @@ struct Own<M> {
     grouped: Grouped<M>,
     h: Quantised<M>,
     outer: Buffer<u32, M>,
+    /// Of int8 weights what down gave with the low nibbles.
+    low: Option<Low<M>>,
 }
 
 /// Assignments on the device, as `group_experts` leaves them.

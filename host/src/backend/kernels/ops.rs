@@ -853,7 +853,20 @@ impl<D: Device> Backend for KernelBackend<D> {
         tokens: usize,
         out: RowsMut<'_, Self::Buf<f32>>,
     ) -> Result<()> {
-        self.run_experts(experts, x, ids, weights, top_k, tokens, out)
+        self.run_experts(experts, None, x, ids, weights, top_k, tokens, out)
+    }
+
+    fn experts_int8(
+        &self,
+        [high, low]: [&Self::Experts; 2],
+        x: Rows<'_, Self::Buf<f32>>,
+        ids: &Self::Buf<u32>,
+        weights: &Self::Buf<f32>,
+        top_k: usize,
+        tokens: usize,
+        out: RowsMut<'_, Self::Buf<f32>>,
+    ) -> Result<()> {
+        self.run_experts(high, Some(low), x, ids, weights, top_k, tokens, out)
     }
 
     fn recordable(&self, experts: &Self::Experts) -> bool {

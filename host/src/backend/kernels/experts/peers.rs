@@ -125,7 +125,7 @@ impl<D: Device> KernelBackend<D> {
         chosen: &Chosen<'_, D::Memory>,
         out: View,
     ) -> Result<()> {
-        let own = self.own(experts, x, ids, chosen.tokens, chosen.top_k)?;
+        let own = self.own(experts, None, x, ids, chosen.tokens, chosen.top_k)?;
         // An assignment is a token of one expert, of weight 1.
         let sum = Sum {
             weights: Slice::EMPTY,
@@ -134,7 +134,7 @@ impl<D: Device> KernelBackend<D> {
             tokens: chosen.slots(),
             top_k: 1,
         };
-        self.combine(experts, &own.grouped.groups, &own.h, &own.outer, sum)
+        self.combine(experts, &own.grouped.groups, &own.h, &own.outer, None, sum)
     }
 
     /// What follows on the first device has the others' rows.

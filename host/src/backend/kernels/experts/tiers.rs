@@ -375,7 +375,7 @@ impl<D: Device> KernelBackend<D> {
             self.fetch_rest(experts, tiers, &sorted.away, waiting)?;
             let of = part(resident..active);
             self.matmuls(experts, gate_up, &of, Operands::gate_up(&x, &of, &inner))?;
-            let h = self.activate(experts, &groups, &x, &inner)?;
+            let h = self.activate(experts, &groups, &x, &inner, None)?;
             let outer = self.scratch::<u32>(sorted.slots * down.partials(experts.form))?;
             self.matmuls(experts, down, &groups, Operands::down(&h, &outer))?;
             (h, outer)
@@ -409,7 +409,7 @@ impl<D: Device> KernelBackend<D> {
             (None, Some(abroad)) => abroad.given(),
             (None, None) => Slice::EMPTY,
         };
-        self.combine(experts, &groups, &h, &outer, batch.sum)
+        self.combine(experts, &groups, &h, &outer, None, batch.sum)
     }
 
     /// Starts the copies of experts in pinned memory, and says whether others must be read.
