@@ -352,8 +352,10 @@ impl Request {
                 true => (planned_tiers.next(), devices.next()),
                 false => (None, None),
             };
-            plan.tiers.push(tiers.unwrap_or_else(|| vec![Tier::DiskAns; experts]));
-            plan.devices.push(devices.unwrap_or_else(|| vec![0; experts]));
+            plan.tiers
+                .push(tiers.unwrap_or_else(|| vec![Tier::DiskAns; experts]));
+            plan.devices
+                .push(devices.unwrap_or_else(|| vec![0; experts]));
         }
         let drafts = config.nextn.is_some()
             && archive

@@ -372,7 +372,14 @@ impl<D: Device> KernelBackend<D> {
                 tokens: n,
                 top_k,
             };
-            self.combine(experts, &own.grouped.groups, &own.h, &own.outer, own.low.as_ref(), sum)?;
+            self.combine(
+                experts,
+                &own.grouped.groups,
+                &own.h,
+                &own.outer,
+                own.low.as_ref(),
+                sum,
+            )?;
         }
         Ok(())
     }
