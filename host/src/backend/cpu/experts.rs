@@ -467,6 +467,7 @@ fn int8(high: &mut [f32], low: &[f32], scales: &[f32], x: &Activation) {
 }
 
 /// `outs[t] = sum over i ascending of fma(weights[t][i], y, acc)`.
+#[allow(clippy::too_many_arguments)]
 pub(super) fn forward(
     level: Level,
     experts: &Experts,
