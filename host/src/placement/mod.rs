@@ -8,6 +8,8 @@ pub mod planner;
 pub mod profile;
 pub mod reader;
 pub mod request;
+#[cfg(target_os = "linux")]
+mod ring;
 pub mod spread;
 
 pub use cost::{LayerTime, Line, Rates};

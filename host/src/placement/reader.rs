@@ -1,4 +1,5 @@
-//! Reads of a large file past the page cache.
+//! Reads of a large file past the page cache: by `io_uring` where the kernel has it for us, in large
+//! pieces; else by the plain call, many threads at once.
 
 use std::fs::File;
 use std::io;
@@ -96,6 +97,13 @@ impl DirectFile {
     /// [`BLOCK`], but for the end of the file.
     pub fn read(&self, offset: u64, out: &mut [u8]) -> io::Result<()> {
         use std::os::unix::fs::FileExt;
+        #[cfg(target_os = "linux")]
+        if self.direct
+            && out.len() > super::ring::PIECE
+            && let Some(done) = super::ring::read(&self.file, offset, out, super::ring::PIECE)
+        {
+            return done;
+        }
         let mut done = 0;
         while done < out.len() {
             match self.file.read_at(&mut out[done..], offset + done as u64) {
@@ -188,5 +196,38 @@ mod tests {
         }
         assert!(file.read_into(3 * BLOCK as u64, 1001, &mut buffer).is_err());
         assert!(DirectFile::open(&dir.path().join("none")).is_err());
+    }
+
+    #[test]
+    #[ignore = "a measurement: direct reads of the file that ANSATZ_FILE names, to set beside `dd iflag=direct`"]
+    fn rate() {
+        let path = std::env::var_os("ANSATZ_FILE").expect("ANSATZ_FILE names a large file");
+        let file = DirectFile::open(Path::new(&path)).unwrap();
+        const RECORD: usize = 14 << 20;
+        let all = (file.len() as usize / RECORD).min(200);
+        for threads in [1, 4, 8] {
+            for large in [true, false] {
+                let start = std::time::Instant::now();
+                std::thread::scope(|scope| {
+                    for t in 0..threads {
+                        let file = &file;
+                        scope.spawn(move || {
+                            let mut buffer = Aligned::new(RECORD);
+                            // The plain call reads what is too small for a ring.
+                            let piece = if large { RECORD } else { 1 << 20 };
+                            for i in (t..all).step_by(threads) {
+                                for at in (0..RECORD).step_by(piece) {
+                                    let offset = (i * RECORD + at) as u64;
+                                    let end = (at + piece).min(RECORD);
+                                    file.read(offset, &mut buffer[at..end]).unwrap();
+                                }
+                            }
+                        });
+                    }
+                });
+                let rate = (all * RECORD) as f64 / start.elapsed().as_secs_f64() / 1e9;
+                println!("{threads} threads, ring {large}: {rate:.2} GB/s");
+            }
+        }
     }
 }
