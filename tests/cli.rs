@@ -660,3 +660,25 @@ fn ctrl_c_stops_the_answer_and_not_the_chat() {
     assert_eq!(done.status.code(), Some(0), "{stderr}");
     assert!(stderr.contains("stopped"), "{stderr}");
 }
+
+/// `--devices` without a GPU is an error, not the CPU.
+#[test]
+fn devices_are_gpus() {
+    for (args, says) in [
+        (
+            ["--device", "cpu", "--devices", "0,0"],
+            "--device cpu has none",
+        ),
+        (
+            ["--device", "cpu", "--devices", "1"],
+            "--device cpu has none",
+        ),
+        (["--device", "auto", "--devices", "0,99"], "no CUDA device"),
+    ] {
+        let mut command = Command::cargo_bin("host").unwrap();
+        let run = command
+            .args(["generate", "--prompt-ids", "1,2", "-n", "1"])
+            .args(args);
+        run.assert().code(1).stderr(contains(says));
+    }
+}

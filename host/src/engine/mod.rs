@@ -105,6 +105,12 @@ pub enum EngineError {
         /// Its name on the command line.
         device: &'static str,
     },
+    /// GPUs by number, where none computes.
+    #[error("--devices names GPUs; --device {device} has none")]
+    NoGpus {
+        /// Its name on the command line.
+        device: &'static str,
+    },
     /// Budgets that hold no model, or what a plan needs.
     #[error(transparent)]
     Plan(#[from] RequestError),
@@ -396,7 +402,26 @@ pub fn open(
     mut progress: impl FnMut(usize, usize),
 ) -> Result<Box<dyn Engine>, EngineError> {
     let config = options.config(dir)?;
-    match (options.device, &options.placed) {
+    let (several, named) = (options.devices.len() > 1, options.devices != [0]);
+    match options.device {
+        Device::Cpu if named => return Err(EngineError::NoGpus { device: "cpu" }),
+        Device::Reference if named => {
+            return Err(EngineError::NoGpus {
+                device: "reference",
+            });
+        }
+        // Why there is none.
+        Device::Auto if named && CudaDevice::count() == 0 => {
+            cuda(&options.devices)?;
+        }
+        _ => (),
+    }
+    let spread = several.then(|| Request {
+        positions: options.positions,
+        ..Request::default()
+    });
+    let placed = options.placed.clone().or(spread);
+    match (options.device, &placed) {
         (Device::Emulator, Some(request)) => {
             let devices = (options.devices.iter())
                 .map(|_| (EmulatedDevice::default(), EmulatedDevice::MEMORY))
@@ -404,18 +429,13 @@ pub fn open(
             return open_placed(devices, dir, &options, request, &mut progress);
         }
         (Device::Cuda | Device::Auto, _) if CudaDevice::count() > 0 => {
-            let several = options.devices.len() > 1;
             // Whatever is wrong with a single one is said below.
             let opened = match cuda_devices(&options.devices) {
                 Err(e) if several => return Err(unusable("cuda", e)),
                 opened => opened.ok(),
             };
             if let Some(devices) = opened {
-                let request = match &options.placed {
-                    None if several => Some(Request {
-                        positions: options.positions,
-                        ..Request::default()
-                    }),
+                let request = match &placed {
                     None if options.tier != Some(Tier::Raw) => {
                         overflow(dir, &config, &options, devices[0].1)?
                     }
@@ -451,6 +471,7 @@ pub fn open(
         Device::Cuda => load.on(cuda(&options.devices)?, true),
         Device::Auto if CudaDevice::count() > 0 => match cuda(&options.devices) {
             Ok(backend) => load.on(backend, true),
+            Err(error) if named => Err(error),
             Err(error) => {
                 tracing::warn!("using the CPU: {error}");
                 load.on(cpu()?, false)
