@@ -180,6 +180,7 @@ fn options(device: Device, speculate: usize) -> Options {
         placed: None,
         positions: 128,
         speculate,
+        repin: 0,
     }
 }
 

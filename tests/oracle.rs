@@ -213,6 +213,7 @@ fn held_out(dir: &Path, want: f64) {
         placed: None,
         positions: 64,
         speculate: 0,
+        repin: 0,
     };
     let mut engine = host::engine::open(dir, options, |_, _| ()).unwrap();
     let ids = read_ids(&support::data().join("val.u16")).unwrap();

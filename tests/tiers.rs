@@ -29,6 +29,9 @@ use predicates::prelude::*;
 use predicates::str::contains;
 use serde_json::Value;
 
+#[path = "tiers/repin.rs"]
+mod repin;
+
 const HIDDEN: usize = 128;
 const EXPERTS: usize = 32;
 const TOP_K: usize = 4;
@@ -202,6 +205,7 @@ impl Layer {
             devices,
             staged,
             cached: staged > TOP_K,
+            moving: false,
         };
         let placed = b.load_tiers(&layer, *self.archive.shape(), form)?;
         Ok(placed.expect("the kernels' back end has tiers"))
@@ -517,6 +521,7 @@ fn options() -> Options {
         placed: None,
         positions: 64,
         speculate: 0,
+        repin: 0,
     }
 }
 

@@ -425,6 +425,12 @@ impl Archive {
         Ok((range.start as u64, range.len()))
     }
 
+    /// A record's checksum, as [`checksum`] computes it.
+    pub fn checksum(&self, layer: u32, expert: usize) -> Result<Digest, ArchiveError> {
+        let (_, i) = self.span(layer, expert)?;
+        Ok(get(self.entry(i), 16))
+    }
+
     /// Whether an expert's gate is plane3, as its record says, which is not checked here.
     pub fn is_plane3(&self, layer: u32, expert: usize) -> Result<bool, ArchiveError> {
         Ok(self.bytes(layer, expert)?.first() == Some(&Codec::Plane3.number()))
@@ -826,6 +832,13 @@ impl<'a> LayerRecords<'a> {
     pub fn record(&self, expert: usize) -> Result<Record<'a>, ArchiveError> {
         self.archive.record(self.number(), expert)
     }
+}
+
+/// Checksum of a record's bytes: the first 128 bits of BLAKE3.
+pub fn checksum(bytes: &[u8]) -> Digest {
+    let mut h = blake3::Hasher::new();
+    h.update(bytes);
+    format::short(&h)
 }
 
 /// Digest of a raw expert: BLAKE3 over packed bytes and f32 scales of gate, up and down, in that

@@ -491,6 +491,22 @@ pub struct TieredLayer<'a> {
     pub staged: usize,
     /// Whether loading reads through the page cache, which then holds all of the archive.
     pub cached: bool,
+    /// Whether experts may change places later ([`LoadExperts::repin`]): records then lie in slots that
+    /// hold the largest of the layer.
+    pub moving: bool,
+}
+
+/// What [`LoadExperts::repin`] did.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Repin {
+    /// Nothing: experts are where they belong, or cannot move.
+    Idle,
+    /// An exchange began with a read of the archive, beside everything else.
+    Begun,
+    /// The read of one that had begun has not ended.
+    Waiting,
+    /// Two experts changed places.
+    Moved,
 }
 
 /// A back end that can place routed experts.
@@ -517,5 +533,13 @@ pub trait LoadExperts: Backend {
     /// How often experts of each tier were chosen, where [`LoadExperts::load_tiers`] placed them.
     fn used(&self, _experts: &Self::Experts) -> Used {
         Used::default()
+    }
+
+    /// Goes a step towards having in device memory what is chosen most; to be called between tokens, any
+    /// number of times. An expert outside and one inside change places where the one outside was chosen
+    /// clearly more. A step copies one record to the device and writes one at most. After an error
+    /// experts are where they were.
+    fn repin(&self, _experts: &Self::Experts) -> Result<Repin, Self::Error> {
+        Ok(Repin::Idle)
     }
 }

@@ -89,6 +89,8 @@ pub struct Summary {
     pub tiers: Vec<Share>,
     /// Experts in device memory.
     pub vram_experts: usize,
+    /// Experts that changed places in the runs since its last load, where they may.
+    pub moved: Option<u64>,
 }
 
 /// All that was measured.
@@ -179,9 +181,9 @@ impl<'a> State<'a> {
             .flat_map(|r| r.token_us.iter().copied())
             .collect();
         let median_us = median(&mut all);
-        let (tiers, predicted_us) = match self.placement {
-            Some(p) => (p.tiers, p.predicted_us),
-            None => (Vec::new(), None),
+        let (tiers, predicted_us, moved) = match self.placement {
+            Some(p) => (p.tiers, p.predicted_us, p.moved),
+            None => (Vec::new(), None, None),
         };
         let known: Option<u64> = tiers.iter().map(|t| t.selections).sum();
         let vram = |name: &str| name.starts_with("vram");
@@ -190,6 +192,7 @@ impl<'a> State<'a> {
             median_us,
             tokens_per_s: 1e6 / median_us,
             predicted_us,
+            moved,
             load_s: self.load_s,
             vram_experts: (tiers.iter())
                 .filter(|t| vram(t.tier))
@@ -259,6 +262,9 @@ impl std::fmt::Display for Summary {
         }
         let loads: Vec<String> = self.load_s.iter().map(|s| format!("{s:.1}")).collect();
         write!(f, "; loaded in {} s", loads.join(", "))?;
+        if let Some(moved) = self.moved {
+            write!(f, "; {moved} experts moved to device memory")?;
+        }
         for t in &self.tiers {
             let mb = t.bytes as f64 / 1e6;
             write!(

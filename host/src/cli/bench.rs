@@ -6,6 +6,7 @@ use anyhow::Context;
 use clap::{Args, Subcommand, ValueEnum};
 use gpu::layout::Folds;
 
+use super::generate::moves;
 use super::ui::{self, Progress};
 use crate::backend::cpu::Cpu;
 use crate::backend::kernels::{CudaDevice, KernelBackend};
@@ -49,13 +50,17 @@ struct DecodeArgs {
     #[arg(long, default_value_t = 8)]
     warmup: usize,
     /// A placement: vram=SIZE, ram=SIZE, tiers=TIER+TIER, tier=raw or ans, kernel=fused or unfused,
-    /// profile=FILE, rates=FILE, model=DIR, with commas between; tier=raw within budgets is
+    /// profile=FILE, rates=FILE, model=DIR, repin=N, with commas between; tier=raw within budgets is
     /// tiers=vram-hot+ram-raw
     #[arg(long, value_name = "PLACEMENT", default_value = "")]
     a: String,
     /// A placement to compare it with
     #[arg(long, value_name = "PLACEMENT")]
     b: Option<String>,
+    /// Let at most N experts change places between two tokens [N: 1]; repin=N in a placement is that one's
+    #[arg(long, value_name = "N", num_args = 0..=1, default_missing_value = "1", default_value = "0",
+          hide_default_value = true, value_parser = moves)]
+    repin: usize,
     #[arg(long, value_enum, default_value = "cuda")]
     device: DecodeDevice,
     /// Print one JSON object instead of the table
@@ -98,6 +103,7 @@ fn side(text: &str, args: &DecodeArgs) -> anyhow::Result<Side> {
             placed: None,
             positions,
             speculate: 0,
+            repin: args.repin,
         },
     };
     for part in text.split(',').filter(|p| !p.is_empty()) {
@@ -125,12 +131,13 @@ fn side(text: &str, args: &DecodeArgs) -> anyhow::Result<Side> {
             }
             ("profile", _) => request.profile = Some(value.into()),
             ("rates", _) => request.rates = Some(value.into()),
+            ("repin", _) => side.options.repin = moves(value).map_err(|e| wrong(&e))?,
             ("model", _) => side.dir = value.into(),
             ("tier", _) => return Err(wrong("tier=raw or tier=ans")),
             ("kernel", _) => return Err(wrong("kernel=fused or kernel=unfused")),
             _ => {
                 return Err(wrong(
-                    "vram, ram, tiers, tier, kernel, devices, profile, rates or model",
+                    "vram, ram, tiers, tier, kernel, devices, profile, rates, model or repin",
                 ));
             }
         }

@@ -104,7 +104,7 @@ pub fn run(args: ChatArgs) -> anyhow::Result<()> {
     loop {
         let line = match editor.readline(if people { "> " } else { "" }) {
             Ok(line) => line,
-            Err(ReadlineError::Eof) => return Ok(()),
+            Err(ReadlineError::Eof) => break,
             Err(ReadlineError::Interrupted) => {
                 ui::note!("{HELP}");
                 continue;
@@ -113,7 +113,7 @@ pub fn run(args: ChatArgs) -> anyhow::Result<()> {
         };
         match line.trim() {
             "" => continue,
-            "/exit" | "/quit" => return Ok(()),
+            "/exit" | "/quit" => break,
             "/clear" => {
                 talk = begin();
                 continue;
@@ -202,4 +202,8 @@ pub fn run(args: ChatArgs) -> anyhow::Result<()> {
         // Another answer, other random numbers.
         sampling.seed = sampling.seed.wrapping_add(1);
     }
+    if let Some(moved) = engine.placement().moved {
+        ui::note!("{moved} experts moved to device memory");
+    }
+    Ok(())
 }

@@ -40,7 +40,22 @@ pub struct EngineArgs {
     /// GPUs to spread experts over, by number; one given twice is two of them
     #[arg(long, value_name = "N,...", value_delimiter = ',', default_value = "0")]
     devices: Vec<u32>,
+    /// Let at most N experts change places between two tokens, so that those that are chosen now are in
+    /// device memory [N: 1]; tokens stay what they are
+    #[arg(long, value_name = "N", num_args = 0..=1, default_missing_value = "1", default_value = "0",
+          hide_default_value = true, value_parser = moves)]
+    repin: usize,
 }
+
+/// Experts that change places between two tokens.
+pub(super) fn moves(text: &str) -> Result<usize, String> {
+    match text.parse() {
+        Ok(n) if n <= MOST_MOVES => Ok(n),
+        _ => Err(format!("a number from 0 to {MOST_MOVES}")),
+    }
+}
+
+const MOST_MOVES: usize = 64;
 
 #[derive(Args)]
 pub struct SpeculateArgs {
@@ -123,6 +138,7 @@ impl EngineArgs {
                 KernelArg::Unfused => Form::Unfused,
             },
             speculate,
+            repin: self.repin,
             devices: self.devices.clone(),
             placed: (self.budget.any()).then(|| self.budget.request(positions)),
             positions,
@@ -132,6 +148,9 @@ impl EngineArgs {
         progress.finish();
         let engine = engine?;
         ui::note!("{}: {}", dir.display(), engine.placement());
+        if self.repin > 0 && engine.placement().moved.is_none() {
+            ui::note!("--repin: all experts are in one place, and stay there");
+        }
         if engine.rounded() > 0 {
             ui::note!("{} dense tensors were rounded to bf16", engine.rounded());
         }
@@ -385,6 +404,9 @@ pub fn run(args: GenerateArgs) -> anyhow::Result<()> {
     }
     if let Some(hits) = engine.placement().hits() {
         ui::note!("selections: {hits}");
+    }
+    if let Some(moved) = engine.placement().moved {
+        ui::note!("{moved} experts moved to device memory");
     }
     if request.speculate > 0 {
         ui::note!(

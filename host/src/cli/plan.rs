@@ -56,6 +56,7 @@ impl BudgetArgs {
             calibrate: self.calibrate,
             tiers: (!self.tiers.is_empty()).then(|| self.tiers.clone()),
             positions,
+            moving: false,
         }
     }
 }

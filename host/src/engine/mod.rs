@@ -52,6 +52,8 @@ pub struct Options {
     pub positions: usize,
     /// Tokens to draft at most; with any the model's layer for that is loaded.
     pub speculate: usize,
+    /// Experts that may come to device memory between two tokens, at most; none moves without a plan.
+    pub repin: usize,
 }
 
 impl Options {
@@ -166,6 +168,9 @@ pub struct Placement {
     /// Microseconds of a token that the plan predicts.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub predicted_us: Option<u64>,
+    /// Experts that came to device memory in others' places so far, where they may.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub moved: Option<u64>,
 }
 
 impl Placement {
@@ -252,9 +257,28 @@ struct Loaded<B: LoadExperts> {
     /// `ram` or `vram`.
     gpu: bool,
     plan: Option<Plan>,
+    repin: Option<Repin>,
+}
+
+/// Experts that may change places.
+struct Repin {
+    /// At most, between two tokens.
+    most: usize,
+    /// Whether that has failed, and been said.
+    failed: bool,
 }
 
 impl<B: LoadExperts> Loaded<B> {
+    /// Between tokens. What fails is said, and ends nothing but this.
+    fn repin(&mut self) {
+        if let Some(repin) = self.repin.as_mut().filter(|r| !r.failed)
+            && let Err(e) = self.model.repin(repin.most)
+        {
+            repin.failed = true;
+            tracing::warn!("{e}; from here on experts stay where they are");
+        }
+    }
+
     fn tiers(&self, plan: &Plan) -> Vec<TierUse> {
         let used = self.model.used();
         // Where some layers do not tell the two tiers of device memory apart, none is.
@@ -315,6 +339,7 @@ impl<B: LoadExperts> Engine for Loaded<B> {
                 })
             }),
             predicted_us: self.plan.as_ref().map(|p| (1e6 * p.token) as u64),
+            moved: self.repin.as_ref().map(|_| self.model.moved()),
         }
     }
 
@@ -348,6 +373,7 @@ impl<B: LoadExperts> Engine for Loaded<B> {
     }
 
     fn forward(&mut self, ids: &[u32], wanted: Wanted) -> Result<Vec<f32>, EngineError> {
+        self.repin();
         let (session, _) = self.session.as_mut().expect("begin comes first");
         let first = session.position();
         let logits = self.model.forward(session, ids, wanted);
@@ -578,7 +604,10 @@ pub fn open_placed<D: crate::backend::kernels::Device + Clone + 'static>(
     progress: &mut impl FnMut(usize, usize),
 ) -> Result<Box<dyn Engine>, EngineError> {
     let config = options.config(dir)?;
-    let mut request = request.clone();
+    let mut request = Request {
+        moving: options.repin > 0,
+        ..request.clone()
+    };
     let mut calibration = None;
     for attempt in 0.. {
         let source = Source::open(dir, &config, options.tier)?;
@@ -602,6 +631,7 @@ pub fn open_placed<D: crate::backend::kernels::Device + Clone + 'static>(
             planned.plan.tiers.clone(),
             planned.plan.devices.clone(),
             staged,
+            request.moving,
         )?
         else {
             return Err(EngineError::NoTiers { device: "cuda" });
@@ -645,6 +675,10 @@ pub fn open_placed<D: crate::backend::kernels::Device + Clone + 'static>(
                     form: options.form,
                     gpu: true,
                     plan: Some(planned.plan),
+                    repin: request.moving.then_some(Repin {
+                        most: options.repin,
+                        failed: false,
+                    }),
                 }));
             }
             Err(e) if attempt < 3 => match out_of_memory(&e) {
@@ -731,6 +765,7 @@ impl Load<'_> {
             form: self.form,
             gpu,
             plan: None,
+            repin: None,
         }))
     }
 }

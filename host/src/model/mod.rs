@@ -9,6 +9,7 @@ pub mod format;
 mod forward;
 mod matrix;
 pub mod mtp;
+mod repin;
 pub mod shards;
 mod step;
 pub mod tensors;

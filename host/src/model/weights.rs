@@ -14,6 +14,7 @@ use super::error::ModelError;
 use super::family::qwen3_moe::{self, Grouped};
 use super::matrix::{HostMatrix, Matrix, Part};
 use super::mtp::{self, Mtp};
+use super::repin::Moving;
 use crate::archive::{Archive, ExpertSource, LOW_NIBBLES, LayerRecords, Record, expert_digest};
 use crate::backend::{LayerExperts, LoadExperts, Scoring, TieredLayer};
 use crate::expert::{ExpertShape, Form, Tier};
@@ -42,6 +43,7 @@ pub struct Tiered {
     devices: Vec<Vec<u8>>,
     staged: usize,
     cached: bool,
+    moving: bool,
 }
 
 const FOREIGN: &str = "it is the archive of another model: make this one's with `host pack -m DIR`";
@@ -88,13 +90,15 @@ impl Source {
     }
 
     /// The same experts in several tiers: `tiers` of each expert of each layer with experts, in
-    /// order, and the numbers of their devices, or nothing for the first. Whether what is read later goes past the page cache. `None` where there is no archive
+    /// order, and the numbers of their devices, or nothing for the first. With `moving` experts can
+    /// change places later. Whether what is read later goes past the page cache. `None` where there is no archive
     /// or the numbers are not its own.
     pub fn tiered(
         self,
         tiers: Vec<Vec<placement::Tier>>,
         devices: Vec<Vec<u8>>,
         staged: usize,
+        moving: bool,
     ) -> Result<Option<(Self, bool)>, ModelError> {
         let Source::Coded(archive) = self else {
             return Ok(None);
@@ -119,6 +123,7 @@ impl Source {
             tiers,
             devices,
             staged,
+            moving,
         };
         Ok(Some((Self::Tiered(tiered), direct)))
     }
@@ -432,6 +437,8 @@ pub struct Model<B: LoadExperts> {
     pub(super) trace: RefCell<Option<Trace>>,
     /// Routing in place of the routers'.
     pub(super) replay: Option<Replay<B>>,
+    /// Experts that change places.
+    pub(super) moving: RefCell<Moving>,
     rounded: usize,
 }
 
@@ -627,6 +634,7 @@ impl<'a, B: LoadExperts> Loader<'a, B> {
                 devices: t.devices.get(index).map_or(&[], Vec::as_slice),
                 staged: t.staged,
                 cached: t.cached,
+                moving: t.moving,
             };
             let placed = self.backend.load_tiers(&layer, source.shape(), form);
             if let Some(placed) = self.place(&what, placed)? {
@@ -801,6 +809,7 @@ impl<B: LoadExperts> Model<B> {
             placement,
             usage: RefCell::new(None),
             trace: RefCell::new(None),
+            moving: RefCell::default(),
             replay: None,
             id: NEXT.fetch_add(1, Ordering::Relaxed),
         })

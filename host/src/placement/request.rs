@@ -76,6 +76,9 @@ pub struct Request {
     pub tiers: Option<Vec<Tier>>,
     /// Positions that the KV cache is for.
     pub positions: usize,
+    /// Whether experts are to change places later: each record then takes what the largest of its layer
+    /// does.
+    pub moving: bool,
 }
 
 /// Why nothing was planned.
@@ -282,10 +285,14 @@ impl Request {
                 }
                 continue;
             }
-            let records: Vec<u64> = (0..experts)
+            let mut records: Vec<u64> = (0..experts)
                 .map(|e| Ok(archive.place_of(number, e)?.1 as u64))
                 .collect::<Result<_, ArchiveError>>()?;
-            largest = largest.max(records.iter().copied().max().unwrap_or(0));
+            let slot = records.iter().copied().max().unwrap_or(0);
+            largest = largest.max(slot);
+            if self.moving {
+                records.fill(slot);
+            }
             let plane3 = (0..experts).map(|e| archive.is_plane3(number, e));
             layers.push(LayerModel {
                 number,

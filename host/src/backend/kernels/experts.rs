@@ -4,6 +4,7 @@
 //! matmuls read there how many experts are active.
 
 mod int8;
+mod moves;
 mod outputs;
 mod peers;
 mod rans;
@@ -25,7 +26,7 @@ use super::device::{ALIGNMENT, Device, DeviceMemory};
 use super::ops::{Buffer, KernelBackend, KernelError, Result, View, input, output, word};
 use super::plan;
 use super::table::*;
-use crate::backend::{Backend, LayerExperts, LoadExperts, Rows, RowsMut, TieredLayer};
+use crate::backend::{Backend, LayerExperts, LoadExperts, Repin, Rows, RowsMut, TieredLayer};
 use crate::codec::{Codec, ScaleFormat, Table};
 use crate::expert::{ExpertShape, Form, MatrixKind, ScaleKind};
 use crate::placement::Used;
@@ -83,7 +84,7 @@ pub struct Experts<M: DeviceMemory> {
     experts: usize,
     form: Form,
     /// What `descs` points into.
-    _memory: Buffer<u8, M>,
+    memory: Buffer<u8, M>,
     descs: Buffer<MatrixDesc, M>,
     classes: [Class<M>; 2],
     bytes: usize,
@@ -281,7 +282,7 @@ impl<D: Device> KernelBackend<D> {
             experts: descs.len() / 3,
             form,
             bytes: memory.len() + size_of_val(&*descs) + tables,
-            _memory: memory,
+            memory,
             descs: self.upload(&descs)?,
             classes,
             tiers: None,
@@ -843,6 +844,10 @@ impl<D: Device> LoadExperts for KernelBackend<D> {
 
     fn used(&self, experts: &Experts<D::Memory>) -> Used {
         experts.tiers.as_ref().map_or(Used::default(), |t| t.used())
+    }
+
+    fn repin(&self, experts: &Experts<D::Memory>) -> Result<Repin> {
+        self.move_one(experts)
     }
 }
 

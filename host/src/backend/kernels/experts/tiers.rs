@@ -9,15 +9,16 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError, RwLock, RwLockReadGuard};
 
 use cuda_std::mem::Slice;
 use gpu::abi::{self, MatrixDesc};
 use rayon::prelude::*;
 
+use super::moves::{self, Moves};
 use super::peers::Chosen;
 use super::{Groups, Operands, Places, Quantised, Sum, drop_unused, record_descs, word};
-use crate::archive::Record;
+use crate::archive::{Digest, Record};
 use crate::backend::cpu::{self, Cpu};
 use crate::backend::kernels::device::{ALIGNMENT, Device, DeviceMemory};
 use crate::backend::kernels::ops::{Buffer, KernelBackend, KernelError, Result, input, output};
@@ -33,40 +34,56 @@ use super::Experts;
 const WAVE: usize = 256 << 20;
 
 /// Bytes that are copied from the page cache at a time.
-const PIECE: usize = 1 << 20;
+pub(super) const PIECE: usize = 1 << 20;
 
-/// A record outside device memory.
-struct Away {
-    bytes: usize,
+/// A record outside device memory, or one that may leave it.
+#[derive(Clone, Copy)]
+pub(super) struct Away {
+    pub bytes: usize,
+    /// Where it is in the archive.
+    pub file: u64,
+    /// Its checksum there.
+    pub checksum: Digest,
     /// Descriptors of its matrices, addresses from the record's start.
-    descs: [MatrixDesc; 3],
+    pub descs: [MatrixDesc; 3],
 }
 
-enum Place {
+#[derive(Clone, Copy)]
+pub(super) enum Place {
     /// Its descriptors are in the layer's list.
     Resident,
+    /// The same, its record being in the layer's memory from this byte on, which another may take.
+    Slot(usize, Away),
     /// Number among the CPU's experts.
     Cpu(u32),
     /// In pinned memory, from this byte on.
     Host(usize, Away),
-    /// In the archive, from this byte on.
-    Disk(u64, Away),
+    /// In the archive.
+    Disk(Away),
     /// On another device, as `group_experts` numbers them.
     Elsewhere(u32),
 }
 
 /// Where a layer's experts are.
 pub(super) struct Tiers<M: DeviceMemory> {
-    number: u32,
-    tiers: Vec<Tier>,
-    places: Vec<Place>,
-    host: M::Host,
+    pub(super) number: u32,
+    pub(super) at: RwLock<At>,
+    /// Written between tokens alone, while no copy from it is under way.
+    pub(super) host: RwLock<M::Host>,
     cpu: Option<(Cpu, cpu::Experts)>,
-    file: Arc<DirectFile>,
-    stage: Option<Arc<Stage<M>>>,
+    pub(super) file: Arc<DirectFile>,
+    pub(super) stage: Option<Arc<Stage<M>>>,
     used: [AtomicU64; TIERS],
     /// Selections of layers whose experts are all in device memory, in both forms.
     vram: AtomicU64,
+    /// Where experts may change places.
+    pub(super) moves: Option<Mutex<Moves>>,
+}
+
+/// Tier and place of each expert.
+pub(super) struct At {
+    pub(super) tiers: Vec<Tier>,
+    pub(super) places: Vec<Place>,
 }
 
 impl<M: DeviceMemory> Tiers<M> {
@@ -84,16 +101,38 @@ impl<M: DeviceMemory> Tiers<M> {
 
     /// Counts selections of such a layer.
     pub fn count(&self, selections: usize) {
-        let first = self.tiers.first();
-        let counter = match first {
-            Some(t) if self.tiers.iter().all(|other| other == t) => &self.used[*t as usize],
+        let tiers = &self.at().tiers;
+        let counter = match tiers.first() {
+            Some(t) if tiers.iter().all(|other| other == t) => &self.used[*t as usize],
             _ => &self.vram,
         };
         counter.fetch_add(selections as u64, Ordering::Relaxed);
     }
 
-    fn place(&self, id: u32) -> Option<&Place> {
-        self.places.get(id as usize)
+    pub(super) fn at(&self) -> RwLockReadGuard<'_, At> {
+        self.at.read().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn place(&self, id: u32) -> Option<Place> {
+        self.at().places.get(id as usize).copied()
+    }
+
+    /// Counts what `chosen` says; whether the CPU has any of it.
+    fn note(&self, chosen: &[u32], tokens: usize) -> bool {
+        let at = self.at();
+        let mut on_cpu = false;
+        for id in chosen {
+            if let Some(place) = at.places.get(*id as usize) {
+                on_cpu |= matches!(place, Place::Cpu(_));
+                let tier = at.tiers[*id as usize];
+                self.used[tier as usize].fetch_add(1, Ordering::Relaxed);
+            }
+        }
+        if let Some(moves) = &self.moves {
+            let mut moves = moves.lock().unwrap_or_else(PoisonError::into_inner);
+            moves.note(chosen, tokens);
+        }
+        on_cpu
     }
 
     /// How many of the tokens `chosen` `[_, top_k]` go together: the stage holds what they need.
@@ -102,7 +141,7 @@ impl<M: DeviceMemory> Tiers<M> {
         let mut staged: BTreeSet<u32> = BTreeSet::new();
         for (n, ids) in chosen.chunks_exact(top_k).take(at_once).enumerate() {
             let away =
-                |id: &&u32| matches!(self.place(**id), Some(Place::Host(..) | Place::Disk(..)));
+                |id: &&u32| matches!(self.place(**id), Some(Place::Host(..) | Place::Disk(_)));
             staged.extend(ids.iter().filter(away));
             if staged.len() > slots && n > 0 {
                 return n;
@@ -115,7 +154,7 @@ impl<M: DeviceMemory> Tiers<M> {
 /// Room in device memory for experts that are needed at the moment, and pinned memory for what is
 /// read of the archive.
 pub struct Stage<M: DeviceMemory> {
-    memory: Buffer<u8, M>,
+    pub(super) memory: Buffer<u8, M>,
     slots: usize,
     /// Bytes of a slot.
     slot: usize,
@@ -131,7 +170,7 @@ impl<M: DeviceMemory> Stage<M> {
 }
 
 /// Bytes of a record of `bytes` and what direct reads add at both ends.
-fn read_slot(bytes: usize) -> usize {
+pub(super) fn read_slot(bytes: usize) -> usize {
     (bytes + 2 * BLOCK).next_multiple_of(BLOCK)
 }
 
@@ -224,10 +263,10 @@ impl Sorted {
             match tiers.place(*id) {
                 // No expert has this number: it adds nothing.
                 None => (),
-                Some(Place::Resident) => resident.push((*id, assignments)),
+                Some(Place::Resident | Place::Slot(..)) => resident.push((*id, assignments)),
                 Some(Place::Cpu(_)) => cpu.push((*id, assignments)),
-                Some(Place::Elsewhere(place)) => elsewhere.push((*place, assignments)),
-                Some(Place::Host(..) | Place::Disk(..)) => away.push((*id, assignments)),
+                Some(Place::Elsewhere(place)) => elsewhere.push((place, assignments)),
+                Some(Place::Host(..) | Place::Disk(_)) => away.push((*id, assignments)),
             }
         }
         let mut active = Vec::new();
@@ -294,14 +333,7 @@ impl<D: Device> KernelBackend<D> {
         ids.from("experts: ids", 0, tokens * top_k)?;
         let mut chosen = vec![0u32; tokens * top_k];
         (self.device()).download(ids.memory(), 0, bytemuck::cast_slice_mut(&mut chosen))?;
-        let mut on_cpu = false;
-        for id in &chosen {
-            if let Some(place) = tiers.place(*id) {
-                on_cpu |= matches!(place, Place::Cpu(_));
-                let tier = tiers.tiers[*id as usize];
-                tiers.used[tier as usize].fetch_add(1, Ordering::Relaxed);
-            }
-        }
+        let on_cpu = tiers.note(&chosen, tokens);
         let mut host_x = vec![
             0.0;
             if on_cpu {
@@ -425,17 +457,19 @@ impl<D: Device> KernelBackend<D> {
         self.describe_away(experts, tiers, stage, away)?;
         self.device().fork()?;
         let mut waiting = false;
+        let host = tiers.host.read().unwrap_or_else(PoisonError::into_inner);
         for (slot, id) in away.iter().enumerate() {
             match tiers.place(*id) {
                 Some(Place::Host(at, record)) => {
-                    let bytes = *at..*at + record.bytes;
+                    let bytes = at..at + record.bytes;
                     let memory = stage.memory.memory();
                     // SAFETY: the stage is used behind the join in `fetch_rest` alone, and what was
-                    // used of it before has been waited for when `ids` were read; the pinned memory is
-                    // never written again and lives as long as the layer.
+                    // used of it before has been waited for when `ids` were read; the pinned memory
+                    // lives as long as the layer and is written between tokens alone, behind a
+                    // `synchronize` that has waited for this.
                     unsafe {
                         self.device()
-                            .copy_beside(memory, slot * stage.slot, &tiers.host, bytes)?;
+                            .copy_beside(memory, slot * stage.slot, &host, bytes)?;
                     }
                 }
                 _ => waiting = true,
@@ -455,7 +489,7 @@ impl<D: Device> KernelBackend<D> {
         let mut descs: Vec<MatrixDesc> = Vec::with_capacity(3 * away.len());
         for (slot, id) in away.iter().enumerate() {
             let base = stage.memory.memory().address() + (slot * stage.slot) as u64;
-            if let Some(Place::Host(_, record) | Place::Disk(_, record)) = tiers.place(*id) {
+            if let Some(Place::Host(_, record) | Place::Disk(record)) = tiers.place(*id) {
                 descs.extend(record.descs.map(|d| moved(d, base)));
             }
         }
@@ -486,7 +520,7 @@ impl<D: Device> KernelBackend<D> {
                 .zip(host.chunks_exact_mut(read_slot))
                 .enumerate())
             .filter_map(|(slot, (id, room))| match tiers.place(*id) {
-                Some(Place::Disk(at, record)) => Some((slot, *id, *at, record.bytes, room)),
+                Some(Place::Disk(r)) => Some((slot, *id, r.file, r.bytes, room)),
                 _ => None,
             })
             .collect();
@@ -586,6 +620,10 @@ impl<D: Device> KernelBackend<D> {
         let (mut device, mut host) = (Places::default(), Places::default());
         let mut at = vec![0; layer.tiers.len()];
         let (mut reads, mut away) = (false, false);
+        let slot = match number {
+            0 if layer.moving => moves::slot(layer, &here)?,
+            _ => None,
+        };
         for &e in &here {
             let tier = &layer.tiers[e];
             let (_, bytes) = layer.archive.place_of(layer.number, e)?;
@@ -598,8 +636,8 @@ impl<D: Device> KernelBackend<D> {
                     }
                     at
                 }
-                Tier::VramAns => device.take(bytes),
-                Tier::RamAns => host.take(bytes),
+                Tier::VramAns => device.take(slot.unwrap_or(bytes)),
+                Tier::RamAns => host.take(slot.unwrap_or(bytes)),
                 Tier::RamRaw | Tier::DiskAns => 0,
             };
             away |= matches!(tier, Tier::RamAns | Tier::DiskAns);
@@ -619,14 +657,14 @@ impl<D: Device> KernelBackend<D> {
         let room = (here.iter())
             .map(|&e| Ok(layer.archive.place_of(layer.number, e)?.1))
             .collect::<Result<Vec<usize>>>()?;
-        let slot = read_slot(room.iter().copied().max().unwrap_or(0));
-        let wave = (WAVE / slot).clamp(1, here.len().max(1));
-        let mut waves = self.waves(wave * slot)?;
+        let room = read_slot(room.iter().copied().max().unwrap_or(0));
+        let wave = (WAVE / room).clamp(1, here.len().max(1));
+        let mut waves = self.waves(wave * room)?;
         let mut copying = false;
         for (n, these) in here.chunks(wave).enumerate() {
             // What was copied from this buffer two waves ago has been waited for one wave ago.
             let buffer = &mut waves[n % 2];
-            let read: Vec<Loaded<'_>> = (these, buffer.par_chunks_mut(slot))
+            let read: Vec<Loaded<'_>> = (these, buffer.par_chunks_mut(room))
                 .into_par_iter()
                 .map(|(e, room)| load(layer, *e, room))
                 .collect::<Result<_>>()?;
@@ -640,8 +678,11 @@ impl<D: Device> KernelBackend<D> {
             for (i, loaded) in read.into_iter().enumerate() {
                 let (e, record) = (these[i], loaded.record);
                 let away = |classes: &mut _| -> Result<Away> {
+                    let (file, bytes) = layer.archive.place_of(layer.number, e)?;
                     Ok(Away {
-                        bytes: record.bytes.len(),
+                        bytes,
+                        file,
+                        checksum: layer.archive.checksum(layer.number, e)?,
                         descs: record_descs(&record, 0, &shape, e, classes)?,
                     })
                 };
@@ -660,17 +701,17 @@ impl<D: Device> KernelBackend<D> {
                         kept.push((at[e], record.bytes));
                         Place::Host(at[e], away(&mut classes)?)
                     }
-                    (Tier::DiskAns, _) => {
-                        let (place, _) = layer.archive.place_of(layer.number, e)?;
-                        Place::Disk(place, away(&mut classes)?)
-                    }
+                    (Tier::DiskAns, _) => Place::Disk(away(&mut classes)?),
                     _ => {
                         let base = memory.memory().address() + at[e] as u64;
                         let own = record_descs(&record, base, &shape, e, &mut classes)?;
                         descs[3 * e..3 * e + 3].copy_from_slice(&own);
-                        let from = i * slot + loaded.skip;
+                        let from = i * room + loaded.skip;
                         uploads.push((at[e], from..from + record.bytes.len()));
-                        Place::Resident
+                        match slot {
+                            Some(_) => Place::Slot(at[e], away(&mut classes)?),
+                            None => Place::Resident,
+                        }
                     }
                 };
             }
@@ -717,14 +758,17 @@ impl<D: Device> KernelBackend<D> {
         }
         experts.tiers = Some(Tiers {
             number: layer.number,
-            tiers: layer.tiers.to_vec(),
-            places,
-            host: pinned,
+            at: RwLock::new(At {
+                tiers: layer.tiers.to_vec(),
+                places,
+            }),
+            host: RwLock::new(pinned),
             cpu,
             file: layer.file.clone(),
             stage,
             used: Default::default(),
             vram: AtomicU64::new(0),
+            moves: slot.map(|_| Mutex::new(Moves::new(layer.tiers.len()))),
         });
         Ok(experts)
     }
@@ -819,7 +863,7 @@ fn largest(layer: &TieredLayer<'_>) -> Result<usize> {
 }
 
 /// A descriptor whose addresses are from `base` on.
-fn moved(mut desc: MatrixDesc, base: u64) -> MatrixDesc {
+pub(super) fn moved(mut desc: MatrixDesc, base: u64) -> MatrixDesc {
     for slice in [&mut desc.stream, &mut desc.blocks, &mut desc.scales] {
         if slice.len > 0 {
             slice.addr += base;
@@ -855,7 +899,7 @@ fn compute<M: DeviceMemory>(
         let at = token * batch.host_stride;
         x.extend_from_slice(&batch.host_x[at..at + hidden]);
         if let Some(Place::Cpu(number)) = tiers.place(*id) {
-            ids.push(*number);
+            ids.push(number);
         }
     }
     // One expert a token, of weight 1: the sum is what the expert gives.
