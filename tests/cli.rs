@@ -682,3 +682,17 @@ fn devices_are_gpus() {
         run.assert().code(1).stderr(contains(says));
     }
 }
+
+/// What cannot be written at the end is found before the first token.
+#[test]
+fn files_for_later_have_a_directory() {
+    for flag in ["--trace", "--usage"] {
+        let mut command = host(&["generate", "--prompt-ids", "1,2", "-n", "1", flag]);
+        command
+            .arg("/none/of/these/file")
+            .assert()
+            .code(1)
+            .stdout("")
+            .stderr(contains("its directory does not exist"));
+    }
+}

@@ -306,6 +306,15 @@ pub fn run(args: GenerateArgs) -> anyhow::Result<()> {
     if let Some(file) = &args.logits {
         check_logits(file)?;
     }
+    // What is written at the end can be, as far as can be told now.
+    for file in [&args.usage, &args.trace].into_iter().flatten() {
+        let directory = file.parent().filter(|d| !d.as_os_str().is_empty());
+        anyhow::ensure!(
+            directory.is_none_or(Path::is_dir),
+            "{}: its directory does not exist; choose a file that can be written",
+            file.display()
+        );
+    }
     if let Some(file) = args.usage.as_ref().filter(|f| f.exists()) {
         Profile::read(file)?;
     }
