@@ -16,6 +16,7 @@ const DEPTH: usize = 16;
 
 const EINTR: i32 = 4;
 const EAGAIN: i32 = 11;
+const EBUSY: i32 = 16;
 
 thread_local! {
     /// This thread's ring; none where the kernel has none for us.
@@ -26,19 +27,25 @@ thread_local! {
 /// `None` where the kernel refuses rings: nothing was read.
 pub fn read(file: &File, offset: u64, out: &mut [u8], piece: usize) -> Option<io::Result<()>> {
     RING.with_borrow_mut(|ring| {
-        let ring = ring.get_or_insert_with(|| match IoUring::new(DEPTH as u32) {
+        let made = ring.get_or_insert_with(|| match IoUring::new(DEPTH as u32) {
             Ok(ring) => Some(ring),
             Err(e) => {
                 tracing::debug!("no io_uring here, so threads read: {e}");
                 None
             }
         });
-        ring.as_mut().map(|ring| {
-            let left = fill(ring, file, offset, out, piece)?;
+        let left = match fill(made.as_mut()?, file, offset, out, piece) {
+            Some(left) => left,
+            None => {
+                *made = None;
+                return None;
+            }
+        };
+        Some(left.and_then(|left| {
             left.into_iter().try_for_each(|(start, len)| {
                 plain(file, offset + start as u64, &mut out[start..start + len])
             })
-        })
+        }))
     })
 }
 
@@ -49,13 +56,14 @@ pub fn plain(file: &File, offset: u64, out: &mut [u8]) -> io::Result<()> {
 }
 
 /// Reads all pieces; those that ended early are given back, for the plain call to end or to fail.
+/// `None` where the kernel takes none of them.
 fn fill(
     ring: &mut IoUring,
     file: &File,
     offset: u64,
     out: &mut [u8],
     piece: usize,
-) -> io::Result<Vec<(usize, usize)>> {
+) -> Option<io::Result<Vec<(usize, usize)>>> {
     let fd = types::Fd(file.as_raw_fd());
     let base = out.as_mut_ptr();
     let mut waiting: VecDeque<usize> = (0..out.len()).step_by(piece).collect();
@@ -85,7 +93,12 @@ fn fill(
             break;
         }
         // What was submitted ends whether or not this call fails.
-        if ring.submit_and_wait(1).is_err() {
+        if let Err(e) = ring.submit_and_wait(1) {
+            let again = e.raw_os_error();
+            let again = again.is_some_and(|e| [EINTR, EAGAIN, EBUSY].contains(&e));
+            if !again && ring.submission().len() == under_way {
+                return None;
+            }
             std::thread::yield_now();
         }
         for done in ring.completion() {
@@ -101,10 +114,10 @@ fn fill(
             }
         }
     }
-    match failed {
+    Some(match failed {
         None => Ok(left),
         Some(e) => Err(e),
-    }
+    })
 }
 
 #[cfg(test)]

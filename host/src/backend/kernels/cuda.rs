@@ -579,12 +579,12 @@ impl Device for CudaDevice {
 
     fn allocate(&self, bytes: usize) -> Result<CudaMemory, DeviceError> {
         let inner = &self.inner;
+        let _turn = inner.enter()?;
         let take = pool_size(bytes);
         let pooled = inner.pool().take(take);
         let address = match pooled {
             Some(address) => address,
             None => {
-                let _turn = inner.enter()?;
                 // SAFETY: what is in it is the caller's to write before it is read.
                 let attempt = || unsafe { cuda_malloc::<u8>(take) };
                 let mut done = attempt();
@@ -662,8 +662,8 @@ impl Device for CudaDevice {
             return Ok(());
         }
         let inner = &self.inner;
-        inner.only_now("an upload")?;
         let _turn = inner.enter()?;
+        inner.only_now("an upload")?;
         let mut staging = inner.staging();
         let mut to = memory.range(offset, data.len());
         if data.len() > staging::SMALL {
@@ -694,8 +694,8 @@ impl Device for CudaDevice {
             return Ok(());
         }
         let inner = &self.inner;
-        inner.only_now("a download")?;
         let _turn = inner.enter()?;
+        inner.only_now("a download")?;
         let mut staging = inner.staging();
         let from = memory.range(offset, out.len());
         let get = |to: &mut [u8]| {
@@ -844,8 +844,8 @@ impl Device for CudaDevice {
     }
 
     fn synchronize(&self) -> Result<(), DeviceError> {
-        self.inner.only_now("a wait")?;
         let _turn = self.inner.enter()?;
+        self.inner.only_now("a wait")?;
         self.inner.synchronize()
     }
 
@@ -924,6 +924,7 @@ impl Device for CudaDevice {
     }
 
     unsafe fn replay(&self, recording: &CudaRecording) -> Result<(), DeviceError> {
+        let _turn = self.inner.enter()?;
         self.inner.only_now("a replay")?;
         // SAFETY: passed on to the caller.
         unsafe { recording::replay(&self.inner, recording) }

@@ -901,8 +901,15 @@ impl<D: Device> Backend for KernelBackend<D> {
         let done = pass();
         *self.span.lock().unwrap_or_else(PoisonError::into_inner) = None;
         let recording = D::end_recording(&devices);
-        done?;
-        Ok(recording.map_err(refuse).ok())
+        match done {
+            Ok(()) => Ok(recording.map_err(refuse).ok()),
+            // Launches by themselves need less.
+            Err(KernelError::Device(e @ DeviceError::OutOfMemory { .. })) => {
+                refuse(e);
+                Ok(None)
+            }
+            Err(e) => Err(e),
+        }
     }
 
     unsafe fn repeat(&self, recording: &D::Recording, position: usize) -> Result<()> {

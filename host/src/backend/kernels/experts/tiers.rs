@@ -128,6 +128,7 @@ impl<M: DeviceMemory> Tiers<M> {
                 self.used[tier as usize].fetch_add(1, Ordering::Relaxed);
             }
         }
+        drop(at);
         if let Some(moves) = &self.moves {
             let mut moves = moves.lock().unwrap_or_else(PoisonError::into_inner);
             moves.note(chosen, tokens);
@@ -346,6 +347,10 @@ impl<D: Device> KernelBackend<D> {
         let at_once = experts.at_once(tokens, top_k);
         let mut start = 0;
         while start < tokens {
+            // What is read for these goes where copies for those before may still come from.
+            if start > 0 && tiers.stage.is_some() {
+                self.device().synchronize()?;
+            }
             let rest = &chosen[start * top_k..];
             let n = tiers.together(rest, top_k, at_once.min(tokens - start));
             let batch = Batch {
@@ -385,7 +390,6 @@ impl<D: Device> KernelBackend<D> {
         let [gate_up, down] = &experts.classes;
         let sorted = Sorted::new(tiers, batch.chosen, top_k, experts.experts);
         let (resident, active) = (sorted.resident, sorted.resident + sorted.away.len());
-        // What is written comes before the launches: a write waits for those.
         let words = self.upload(&sorted.words)?;
         let cpu_rows = sorted.on_cpu.len();
         let abroad = match experts.peers.is_empty() {
@@ -547,16 +551,18 @@ impl<D: Device> KernelBackend<D> {
                 };
                 threads.into_iter().map(join).collect()
             });
-            for read in done {
+            let copied = done.into_iter().try_for_each(|read| {
                 let (slot, bytes) = read?;
                 let memory = stage.memory.memory();
-                // SAFETY: as in `fetch`; the pinned memory is written again by the next layer that
-                // reads, which has then waited for all that follows the join.
-                unsafe {
-                    self.device()
-                        .copy_beside(memory, slot * stage.slot, &host, bytes)?;
-                }
-            }
+                // SAFETY: as in `fetch`; the pinned memory is written again for the next tokens or by
+                // the next layer that reads, which have then waited for all that follows the join.
+                let copied =
+                    unsafe { (self.device()).copy_beside(memory, slot * stage.slot, &host, bytes) };
+                Ok(copied?)
+            });
+            // Also after a failure: others are on their way.
+            self.device().join()?;
+            return copied;
         }
         Ok(self.device().join()?)
     }
@@ -786,8 +792,10 @@ impl<D: Device> KernelBackend<D> {
 
     /// Gives the pinned buffers that layers are loaded through back.
     pub(super) fn drop_waves(&self) {
-        let cache = self.waves_cache().lock();
-        cache.unwrap_or_else(PoisonError::into_inner).take();
+        for backend in std::iter::once(self).chain(self.peers()) {
+            let cache = backend.waves_cache().lock();
+            cache.unwrap_or_else(PoisonError::into_inner).take();
+        }
     }
 
     /// An expert as int4 from byte `at` of `memory` on.
