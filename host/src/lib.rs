@@ -19,3 +19,4 @@ pub mod simd;
 pub mod synth;
 pub mod tokenizer;
 pub mod trace;
+mod whole;

@@ -5,10 +5,11 @@
 //! routed experts, layers and experts ascending. Weights are decimals that give the f32 back.
 
 use std::fmt::Write as _;
-use std::io::{BufRead as _, BufReader, Write as _};
+use std::io::{BufRead as _, BufReader};
 use std::path::{Path, PathBuf};
 
 use crate::model::Config;
+use crate::whole;
 
 /// Version of the text.
 pub const VERSION: u32 = 1;
@@ -233,18 +234,7 @@ impl Trace {
 
     /// Writes the trace to `path`, whole or not at all.
     pub fn write(&self, path: &Path) -> Result<(), TraceError> {
-        let dir = match path.parent() {
-            Some(p) if p != Path::new("") => p,
-            _ => Path::new("."),
-        };
-        let written = || {
-            if path.exists() && !path.is_file() {
-                return Err(std::io::Error::other("it is there and is not a file"));
-            }
-            let file = tempfile::Builder::new()
-                .prefix(".trace-")
-                .tempfile_in(dir)?;
-            let mut out = std::io::BufWriter::new(file);
+        let written = whole::write(path, ".trace-", |out| {
             writeln!(out, "# ansatz trace {VERSION}")?;
             let mut line = String::new();
             let rows = self
@@ -260,18 +250,9 @@ impl Trace {
                 }
                 writeln!(out, "{line}")?;
             }
-            let file = out.into_inner().map_err(|e| e.into_error())?;
-            file.as_file().sync_all()?;
-            #[cfg(unix)]
-            {
-                use std::os::unix::fs::PermissionsExt;
-                let mode = std::fs::Permissions::from_mode(0o644);
-                file.as_file().set_permissions(mode)?;
-            }
-            file.persist(path).map_err(|e| e.error)?;
             Ok(())
-        };
-        written().map_err(|source| TraceError::Io {
+        });
+        written.map_err(|source| TraceError::Io {
             path: path.into(),
             source,
             remedy: "choose a file that can be written",

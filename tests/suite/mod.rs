@@ -6,15 +6,16 @@
 #![allow(dead_code)] // Each test binary uses a part.
 
 pub mod experts;
+mod nibbles;
 pub mod ops;
 mod sample;
 
 use std::sync::OnceLock;
-use std::time::{SystemTime, UNIX_EPOCH};
 
 use host::backend::kernels::{CudaDevice, EmulatedDevice, KernelBackend, KernelError};
 use host::backend::reference::Reference;
 use host::backend::{Backend, LoadExperts, Rows, RowsMut, Weight};
+pub use nibbles::Rng;
 
 /// The kernels on the emulator.
 pub fn emulator() -> Result<KernelBackend<EmulatedDevice>, KernelError> {
@@ -39,34 +40,7 @@ pub fn cuda() -> Result<KernelBackend<CudaDevice>, &'static str> {
     }
 }
 
-/// SplitMix64.
-pub struct Rng(pub u64);
-
 impl Rng {
-    /// A fresh seed, printed; `ANSATZ_SEED` repeats one.
-    pub fn fresh() -> Self {
-        let seed = match std::env::var("ANSATZ_SEED") {
-            Ok(seed) => seed.parse().expect("ANSATZ_SEED: a number"),
-            Err(_) => SystemTime::now()
-                .duration_since(UNIX_EPOCH)
-                .unwrap()
-                .as_nanos() as u64,
-        };
-        println!("ANSATZ_SEED={seed}");
-        Self(seed)
-    }
-
-    pub fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let z = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
-    }
-
-    pub fn below(&mut self, n: usize) -> usize {
-        (self.next() % n as u64) as usize
-    }
-
     /// Roughly normal (a sum of four uniform numbers), standard deviation 1.15.
     pub fn normal(&mut self) -> f32 {
         let mut x = 0.0;

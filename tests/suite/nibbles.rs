@@ -3,7 +3,7 @@
 use std::time::{SystemTime, UNIX_EPOCH};
 
 /// SplitMix64.
-pub struct Rng(u64);
+pub struct Rng(pub u64);
 
 impl Rng {
     /// A fresh seed, printed; `ANSATZ_SEED` repeats one.

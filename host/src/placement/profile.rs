@@ -10,8 +10,10 @@
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
-use std::io::{ErrorKind, Write as _};
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
+
+use crate::whole;
 
 /// Version of the text that is written.
 pub const VERSION: u32 = 1;
@@ -139,29 +141,8 @@ impl Profile {
 
     /// Writes the profile to `path`: whole or, after a failure, as it was before.
     pub fn write(&self, path: &Path) -> Result<(), ProfileError> {
-        let dir = match path.parent() {
-            Some(p) if p != Path::new("") => p,
-            _ => Path::new("."),
-        };
-        let written = || {
-            if path.exists() && !path.is_file() {
-                return Err(std::io::Error::other("it is there and is not a file"));
-            }
-            let mut file = tempfile::Builder::new()
-                .prefix(".usage-")
-                .tempfile_in(dir)?;
-            file.write_all(self.text().as_bytes())?;
-            file.as_file().sync_all()?;
-            #[cfg(unix)]
-            {
-                use std::os::unix::fs::PermissionsExt;
-                let mode = std::fs::Permissions::from_mode(0o644);
-                file.as_file().set_permissions(mode)?;
-            }
-            file.persist(path).map_err(|e| e.error)?;
-            Ok(())
-        };
-        written().map_err(|source| ProfileError::Io {
+        let written = whole::write(path, ".usage-", |out| out.write_all(self.text().as_bytes()));
+        written.map_err(|source| ProfileError::Io {
             path: path.into(),
             source,
             remedy: "choose a file that can be written",
