@@ -29,6 +29,8 @@ use predicates::prelude::*;
 use predicates::str::contains;
 use serde_json::Value;
 
+#[path = "tiers/decode.rs"]
+mod decode;
 #[path = "tiers/repin.rs"]
 mod repin;
 

@@ -149,6 +149,8 @@ pub const EVENT_DEFAULT: c_uint = 0;
 pub const EVENT_BLOCKING_SYNC: c_uint = 1;
 /// `CUevent_flags`: not for timing.
 pub const EVENT_DISABLE_TIMING: c_uint = 2;
+/// `CU_EVENT_RECORD_EXTERNAL`: of a stream that is captured, an event of each launch of the graph.
+pub const EVENT_RECORD_EXTERNAL: c_uint = 1;
 /// `CU_MEMHOSTALLOC_PORTABLE`: pinned for all contexts.
 pub const HOST_ALLOC_PORTABLE: c_uint = 1;
 /// `CU_MEMHOSTALLOC_DEVICEMAP`: mapped for the device.
@@ -306,6 +308,7 @@ unsafe extern "C" {
     pub fn cuEventCreate(event: *mut Event, flags: c_uint) -> Code;
     pub fn cuEventDestroy_v2(event: Event) -> Code;
     pub fn cuEventRecord(event: Event, stream: Stream) -> Code;
+    pub fn cuEventRecordWithFlags(event: Event, stream: Stream, flags: c_uint) -> Code;
     pub fn cuEventSynchronize(event: Event) -> Code;
     pub fn cuEventQuery(event: Event) -> Code;
     pub fn cuEventElapsedTime(milliseconds: *mut f32, start: Event, end: Event) -> Code;

@@ -7,6 +7,7 @@
 pub mod cpu;
 pub mod kernels;
 pub mod reference;
+pub mod split;
 
 use bytemuck::Pod;
 
@@ -16,6 +17,7 @@ use crate::archive::{Archive, LayerRecords, Record};
 use crate::expert::{ExpertShape, Form, RawMatrix};
 use crate::placement::reader::DirectFile;
 use crate::placement::{Tier, Used};
+use split::Parts;
 
 /// A strided view of rows to read: row `t` starts at `offset + t * stride` (elements).
 pub struct Rows<'a, B> {
@@ -455,6 +457,17 @@ pub trait Backend: Sized {
         recording: &Self::Recording,
         position: usize,
     ) -> Result<(), Self::Error>;
+
+    /// From here on notes what devices are at, where that can be told, or does so no more; what is recorded
+    /// notes it if it was recorded meanwhile. Whether it can be told.
+    fn keep_parts(&self, _keep: bool) -> bool {
+        false
+    }
+
+    /// What each device was at since this was last asked.
+    fn parts(&self) -> Result<Vec<Parts>, Self::Error> {
+        Ok(Vec::new())
+    }
 
     /// Counts `selections` of experts whose operator a recording did.
     fn chosen_again(&self, _experts: &Self::Experts, _selections: usize) {}

@@ -12,6 +12,7 @@ use std::time::Instant;
 
 use serde::Serialize;
 
+use crate::backend::split::Split;
 use crate::engine::{self, Engine, EngineError, Options, Placement};
 use crate::interrupt;
 use crate::model::Wanted;
@@ -35,6 +36,17 @@ pub struct Amount {
     pub warmup: usize,
     /// Tokens that are timed.
     pub tokens: usize,
+    /// Tokens behind a placement's last run that are split into parts.
+    pub split: usize,
+}
+
+impl Amount {
+    /// Positions of a run, and of what is behind the last one.
+    pub fn positions(&self) -> usize {
+        // The first one is recorded.
+        let split = if self.split > 0 { self.split + 1 } else { 0 };
+        self.warmup + self.tokens + split
+    }
 }
 
 /// Why nothing was measured.
@@ -89,6 +101,8 @@ pub struct Summary {
     pub tiers: Vec<Share>,
     /// Experts in device memory.
     pub vram_experts: usize,
+    /// What some further tokens took where, events between the parts included; none without kernels.
+    pub split: Option<Split>,
     /// Experts that changed places in the runs since its last load, where they may.
     pub moved: Option<u64>,
 }
@@ -119,12 +133,29 @@ fn median(values: &mut [f64]) -> f64 {
     }
 }
 
+/// Memory that a placement has had goes back to the system, so that the next one can be planned with it.
+fn give_back() {
+    #[cfg(all(target_os = "linux", target_env = "gnu"))]
+    {
+        unsafe extern "C" {
+            safe fn malloc_trim(pad: usize) -> std::ffi::c_int;
+        }
+        malloc_trim(0);
+    }
+}
+
 /// What is known of a side so far.
 struct State<'a> {
     side: &'a Side,
     letter: char,
     load_s: Vec<f64>,
     placement: Option<Placement>,
+    split: Option<Split>,
+}
+
+/// Any tokens will do, the same in every run.
+fn token(position: usize, vocab: usize) -> u32 {
+    ((position * 7919 + 11) % vocab) as u32
 }
 
 impl<'a> State<'a> {
@@ -134,6 +165,7 @@ impl<'a> State<'a> {
             letter,
             load_s: Vec::new(),
             placement: None,
+            split: None,
         }
     }
 
@@ -153,16 +185,14 @@ impl<'a> State<'a> {
 
     fn run(&mut self, engine: &mut dyn Engine, amount: Amount) -> Result<Run, DecodeError> {
         let vocab = engine.config().vocab;
-        engine.begin(amount.warmup + amount.tokens, Wanted::Last)?;
+        engine.begin(amount.positions(), Wanted::Last)?;
         let mut token_us = Vec::with_capacity(amount.tokens);
         for t in 0..amount.warmup + amount.tokens {
             if interrupt::requested() {
                 return Err(DecodeError::Interrupted);
             }
-            // Any tokens will do, the same in every run.
-            let id = (t * 7919 + 11) % vocab;
             let start = Instant::now();
-            engine.forward(&[id as u32], Wanted::Last)?;
+            engine.forward(&[token(t, vocab)], Wanted::Last)?;
             if t >= amount.warmup {
                 token_us.push(1e6 * start.elapsed().as_secs_f64());
             }
@@ -173,6 +203,17 @@ impl<'a> State<'a> {
             tokens_per_s: 1e6 * token_us.len() as f64 / token_us.iter().sum::<f64>(),
             token_us,
         })
+    }
+
+    /// Behind a run: further tokens, in parts.
+    fn split(&mut self, engine: &mut dyn Engine, amount: Amount) -> Result<(), DecodeError> {
+        if amount.split > 0 {
+            let vocab = engine.config().vocab;
+            let all = amount.warmup + amount.tokens..amount.positions();
+            let ids: Vec<u32> = all.map(|t| token(t, vocab)).collect();
+            self.split = engine.split(&ids)?;
+        }
+        Ok(())
     }
 
     fn summary(self, runs: &[Run]) -> Summary {
@@ -193,6 +234,7 @@ impl<'a> State<'a> {
             tokens_per_s: 1e6 / median_us,
             predicted_us,
             moved,
+            split: self.split,
             load_s: self.load_s,
             vram_experts: (tiers.iter())
                 .filter(|t| vram(t.tier))
@@ -229,14 +271,18 @@ pub fn measure(
     runs.push(first.run(engine.as_mut(), amount)?);
     if let Some(second) = &mut second {
         drop(engine);
+        give_back();
         engine = second.load(trace, progress)?;
         for _ in 0..2 {
             runs.push(second.run(engine.as_mut(), amount)?);
         }
+        second.split(engine.as_mut(), amount)?;
         drop(engine);
+        give_back();
         engine = first.load(trace, progress)?;
     }
     runs.push(first.run(engine.as_mut(), amount)?);
+    first.split(engine.as_mut(), amount)?;
     let device = engine.placement().device;
     drop(engine);
     let (a, b) = (first.summary(&runs), second.map(|s| s.summary(&runs)));
@@ -275,6 +321,9 @@ impl std::fmt::Display for Summary {
             if let Some(share) = t.share {
                 write!(f, " {:6.2}% of selections", 100.0 * share)?;
             }
+        }
+        if let Some(split) = &self.split {
+            write!(f, "\n     in parts: {split}")?;
         }
         Ok(())
     }

@@ -49,8 +49,16 @@ struct DecodeArgs {
     /// Tokens before those
     #[arg(long, default_value_t = 8)]
     warmup: usize,
+    /// Tokens behind a placement's last run, whose time is split into parts by events between launches; 0
+    /// for none
+    #[arg(long, value_name = "N", default_value_t = 8)]
+    split: usize,
+    /// GPUs to spread experts over, by number; one given twice is two of them; devices=0+1 in a placement is
+    /// that one's
+    #[arg(long, value_name = "N,...", value_delimiter = ',', default_value = "0")]
+    devices: Vec<u32>,
     /// A placement: vram=SIZE, ram=SIZE, tiers=TIER+TIER, tier=raw or ans, kernel=fused or unfused,
-    /// profile=FILE, rates=FILE, model=DIR, repin=N, with commas between; tier=raw within budgets is
+    /// devices=N+N, profile=FILE, rates=FILE, model=DIR, repin=N, with commas between; tier=raw within budgets is
     /// tiers=vram-hot+ram-raw
     #[arg(long, value_name = "PLACEMENT", default_value = "")]
     a: String,
@@ -68,6 +76,16 @@ struct DecodeArgs {
     json: bool,
 }
 
+impl DecodeArgs {
+    fn amount(&self) -> Amount {
+        Amount {
+            warmup: self.warmup,
+            tokens: self.tokens,
+            split: self.split,
+        }
+    }
+}
+
 #[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
 enum DecodeDevice {
     Cpu,
@@ -78,7 +96,7 @@ enum DecodeDevice {
 
 /// What a placement says, over the rest of the command line.
 fn side(text: &str, args: &DecodeArgs) -> anyhow::Result<Side> {
-    let positions = args.warmup + args.tokens;
+    let positions = args.amount().positions();
     let mut request = Request {
         positions,
         ..Request::default()
@@ -99,7 +117,7 @@ fn side(text: &str, args: &DecodeArgs) -> anyhow::Result<Side> {
             },
             tier: None,
             form: Form::Fused,
-            devices: vec![0],
+            devices: args.devices.clone(),
             placed: None,
             positions,
             speculate: 0,
@@ -164,16 +182,19 @@ fn decode(args: &DecodeArgs) -> anyhow::Result<()> {
         trace.check(&args.replay, &config)?;
         let most = config.max_positions;
         anyhow::ensure!(
-            args.warmup + args.tokens <= most,
-            "--warmup {} and --tokens {}: the model has {most} positions",
+            args.amount().positions() <= most,
+            "--warmup {}, --tokens {} and --split {}: the model has {most} positions",
             args.warmup,
-            args.tokens
+            args.tokens,
+            args.split
+        );
+        let devices = side.options.devices.len();
+        anyhow::ensure!(
+            (1..=256).contains(&devices),
+            "--devices: expected 1 to 256 of them"
         );
     }
-    let amount = Amount {
-        warmup: args.warmup,
-        tokens: args.tokens,
-    };
+    let amount = args.amount();
     let mut shown: Option<(char, Progress)> = None;
     let report =
         crate::bench::decode::measure(&a, b.as_ref(), &trace, amount, &mut |side, done, all| {

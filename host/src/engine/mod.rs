@@ -1,6 +1,7 @@
 //! A loaded model on a device that was chosen at run time.
 
 use std::path::Path;
+use std::time::Instant;
 
 use thiserror::Error;
 
@@ -11,6 +12,7 @@ use crate::backend::kernels::{
     CudaDevice, DeviceError, EmulatedDevice, KernelBackend, KernelError,
 };
 use crate::backend::reference::Reference;
+use crate::backend::split::Split;
 use crate::expert::{Form, Tier};
 use crate::model::{Config, Model, ModelError, Session, Source, Wanted, bytes_to_load, mtp};
 use crate::placement::calibrate::{self, Calibration};
@@ -238,6 +240,12 @@ pub trait Engine {
     /// # Panics
     /// If there are not as many.
     fn roll_back(&mut self, n: usize);
+    /// Appends tokens to the sequence one by one and says what those but the first, which is to be
+    /// recorded, took where. None, and nothing done, where the device does not tell.
+    ///
+    /// # Panics
+    /// As [`Engine::forward`].
+    fn split(&mut self, ids: &[u32]) -> Result<Option<Split>, EngineError>;
     /// From here on counts which experts are chosen.
     fn record_usage(&mut self);
     /// What was chosen since [`Engine::record_usage`].
@@ -277,6 +285,25 @@ impl<B: LoadExperts> Loaded<B> {
             repin.failed = true;
             tracing::warn!("{e}; from here on experts stay where they are");
         }
+    }
+
+    /// [`Engine::split`], while parts are kept.
+    fn split_each(&mut self, ids: &[u32]) -> Result<Split, B::Error> {
+        let (session, _) = self.session.as_mut().expect("begin comes first");
+        session.forget_recordings();
+        let mut split = Split::default();
+        for (i, id) in ids.iter().enumerate() {
+            self.model.backend().parts()?;
+            let start = Instant::now();
+            self.model.forward(session, &[*id], Wanted::Last)?;
+            let seconds = start.elapsed().as_secs_f64();
+            let parts = self.model.backend().parts()?;
+            if i > 0 {
+                split.add(seconds, &parts);
+            }
+        }
+        split.recordings = session.recordings();
+        Ok(split)
     }
 
     fn tiers(&self, plan: &Plan) -> Vec<TierUse> {
@@ -397,6 +424,18 @@ impl<B: LoadExperts> Engine for Loaded<B> {
     fn roll_back(&mut self, n: usize) {
         let (session, _) = self.session.as_mut().expect("begin comes first");
         session.roll_back(n);
+    }
+
+    fn split(&mut self, ids: &[u32]) -> Result<Option<Split>, EngineError> {
+        if !self.model.backend().keep_parts(true) {
+            return Ok(None);
+        }
+        let done = self.split_each(ids);
+        self.model.backend().keep_parts(false);
+        if let Some((session, _)) = &mut self.session {
+            session.forget_recordings();
+        }
+        done.map(Some).map_err(|e| self.failed(e))
     }
 
     fn record_usage(&mut self) {

@@ -86,6 +86,11 @@ impl<B: Backend> Session<B> {
         self.steps.as_ref().map_or(0, Steps::len)
     }
 
+    /// Records anew what it records.
+    pub fn forget_recordings(&mut self) {
+        self.steps = None;
+    }
+
     /// Forgets all tokens.
     pub fn reset(&mut self) {
         self.roll_back(self.position);

@@ -6,9 +6,10 @@
 //! - `cuFuncSetAttribute` (dynamic shared memory over 48 KiB) and the device attribute that limits it:
 //!   not there;
 //! - `cuLaunchKernel`: only behind a macro whose arguments must implement `cust`'s own trait;
-//! - `cuLaunchKernelEx`, `cuMemcpyPeerAsync`, the capture of streams: not there;
+//! - `cuLaunchKernelEx`, `cuMemcpyPeerAsync`, the capture of streams, `cuEventRecordWithFlags`: not there;
 //! - `cuModuleLoadDataEx`, once more after `cust`'s has failed, for the compiler's log: no option for it.
 
+mod event;
 mod pool;
 mod recording;
 mod staging;
@@ -37,6 +38,7 @@ use cust::stream::{Stream, StreamWaitEventFlags};
 use super::device::{Device, DeviceError, DeviceLimits, DeviceMemory, Launch};
 use super::device::{check_launch, check_range};
 use super::table::{KernelFn, KernelId};
+pub use event::CudaEvent;
 use pool::{Pool, pool_size};
 pub use recording::CudaRecording;
 use recording::{Recorder, Turn};
@@ -544,26 +546,6 @@ impl Drop for CudaMemory {
     }
 }
 
-/// A point in the stream of a [`CudaDevice`].
-pub struct CudaEvent {
-    /// Taken when dropped, so that it goes while the context is current.
-    event: Option<Event>,
-    device: Arc<Inner>,
-}
-
-impl CudaEvent {
-    fn event(&self) -> &Event {
-        self.event.as_ref().expect("taken only when dropped")
-    }
-}
-
-impl Drop for CudaEvent {
-    fn drop(&mut self) {
-        let _turn = self.device.enter();
-        self.event = None;
-    }
-}
-
 impl Device for CudaDevice {
     type Memory = CudaMemory;
     type Event = CudaEvent;
@@ -820,27 +802,11 @@ impl Device for CudaDevice {
     }
 
     fn event(&self) -> Result<CudaEvent, DeviceError> {
-        let inner = &self.inner;
-        let _turn = inner.enter()?;
-        let event = Event::new(EventFlags::DEFAULT).map_err(|e| inner.error("cuEventCreate", e))?;
-        let recorded = event.record(&inner.stream);
-        recorded.map_err(|e| inner.error("cuEventRecord", e))?;
-        Ok(CudaEvent {
-            event: Some(event),
-            device: inner.clone(),
-        })
+        event::mark(&self.inner)
     }
 
     fn elapsed(&self, from: &CudaEvent, to: &CudaEvent) -> Result<f64, DeviceError> {
-        let inner = &self.inner;
-        let _turn = inner.enter()?;
-        let (from, to) = (from.event(), to.event());
-        let done = to.synchronize();
-        done.map_err(|e| inner.error("cuEventSynchronize", e))?;
-        let milliseconds = to
-            .elapsed_time_f32(from)
-            .map_err(|e| inner.error("cuEventElapsedTime", e))?;
-        Ok(f64::from(milliseconds) * 1e-3)
+        event::elapsed(&self.inner, from, to)
     }
 
     fn synchronize(&self) -> Result<(), DeviceError> {

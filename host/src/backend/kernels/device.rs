@@ -196,7 +196,7 @@ pub trait Device: Send + Sync {
     /// Memory of it.
     type Memory: DeviceMemory;
     /// A point in its stream.
-    type Event;
+    type Event: Send + Sync;
     /// Launches that run again as one.
     type Recording;
 
@@ -270,7 +270,7 @@ pub trait Device: Send + Sync {
     /// documents, and stays live until the launch is done or its memory is dropped in order.
     unsafe fn launch<K: KernelFn>(&self, launch: Launch, args: K::Args) -> Result<(), DeviceError>;
 
-    /// Marks this point of the stream.
+    /// Marks this point of the stream; while launches are recorded, the point of each replay.
     fn event(&self) -> Result<Self::Event, DeviceError>;
 
     /// Seconds between two events; waits for the second.

@@ -135,7 +135,7 @@ impl DeviceMemory for EmulatedMemory {
 
 impl Device for EmulatedDevice {
     type Memory = EmulatedMemory;
-    type Event = Instant;
+    type Event = Arc<Mutex<Instant>>;
     type Recording = Tape;
 
     fn describe(&self) -> String {
@@ -253,12 +253,19 @@ impl Device for EmulatedDevice {
         })
     }
 
-    fn event(&self) -> Result<Instant, DeviceError> {
-        Ok(Instant::now())
+    fn event(&self) -> Result<Self::Event, DeviceError> {
+        let event = Arc::new(Mutex::new(Instant::now()));
+        let at = event.clone();
+        self.tape.step(move || {
+            *lock(&at) = Instant::now();
+            Ok(())
+        })?;
+        Ok(event)
     }
 
-    fn elapsed(&self, from: &Instant, to: &Instant) -> Result<f64, DeviceError> {
-        Ok(to.duration_since(*from).as_secs_f64())
+    fn elapsed(&self, from: &Self::Event, to: &Self::Event) -> Result<f64, DeviceError> {
+        let (from, to) = (*lock(from), *lock(to));
+        Ok(to.duration_since(from).as_secs_f64())
     }
 
     fn synchronize(&self) -> Result<(), DeviceError> {

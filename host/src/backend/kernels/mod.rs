@@ -8,6 +8,8 @@ mod experts;
 mod mock;
 mod ops;
 pub mod plan;
+mod record;
+mod split;
 mod table;
 
 pub use self::cuda::{CudaDevice, CudaEvent, CudaInfo, CudaMemory};
@@ -16,4 +18,5 @@ pub use self::emulator::{EmulatedDevice, EmulatedMemory};
 pub use self::experts::{Experts, Prepared};
 pub use self::mock::{Done, Faults, MockDevice, MockHost, MockMemory};
 pub use self::ops::{Buffer, KernelBackend, KernelError};
+pub use self::record::Recorded;
 pub use self::table::*;

@@ -1,7 +1,7 @@
 //! The operators of a forward pass as launches.
 
 use std::marker::PhantomData;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use bytemuck::Pod;
@@ -11,9 +11,12 @@ use gpu::coded_plan::DoesNotFit;
 use super::device::{Device, DeviceError, DeviceMemory, Launch};
 use super::experts::{Experts, Stage};
 use super::plan;
+use super::record::Recorded;
+use super::split::Kept;
 use super::table::*;
 use crate::archive::ArchiveError;
 use crate::backend::cpu::CpuError;
+use crate::backend::split::Parts;
 use crate::backend::{
     Attend, Backend, Index, Mla, Router, Rows, RowsMut, Scoring, TraceLayer, Weight,
 };
@@ -233,15 +236,17 @@ pub struct KernelBackend<D: Device> {
     span: Mutex<Option<Span>>,
     /// Whether a recording has failed, after which none is tried.
     refused: AtomicBool,
+    /// What the device is at, while that is wanted.
+    timeline: Kept<D::Event>,
 }
 
 /// Positions of a recorded pass.
 #[derive(Clone, Copy)]
-struct Span {
+pub(super) struct Span {
     /// That of its token while it is recorded.
-    first: usize,
+    pub first: usize,
     /// Past the last that it will run at.
-    end: usize,
+    pub end: usize,
 }
 
 /// Where the tokens of a launch are: what `gpu::position` adds up.
@@ -278,6 +283,7 @@ impl<D: Device> KernelBackend<D> {
             peers: others.into_iter().map(Self::new).collect::<Result<_>>()?,
             span: Mutex::default(),
             refused: AtomicBool::new(false),
+            timeline: Kept::default(),
             device,
         })
     }
@@ -290,6 +296,26 @@ impl<D: Device> KernelBackend<D> {
     /// Whether launches are recorded.
     pub(super) fn records(&self) -> bool {
         self.span().is_some()
+    }
+
+    /// Positions of the pass that is recorded.
+    pub(super) fn spans(&self) -> &Mutex<Option<Span>> {
+        &self.span
+    }
+
+    /// Where the position of a recorded pass is.
+    pub(super) fn position(&self) -> &D::Memory {
+        &self.position.memory
+    }
+
+    /// Whether recording has failed.
+    pub(super) fn refused(&self) -> &AtomicBool {
+        &self.refused
+    }
+
+    /// What the device is at.
+    pub(super) fn kept(&self) -> &Kept<D::Event> {
+        &self.timeline
     }
 
     fn span(&self) -> Option<Span> {
@@ -373,6 +399,7 @@ impl<D: Device> KernelBackend<D> {
     }
 
     pub(super) fn launch<K: KernelFn>(&self, launch: Launch, args: K::Args) -> Result<()> {
+        self.note(K::ID)?;
         // SAFETY: private to this module, whose operators build `args` from live buffers of this
         // device, checked for the sizes that the kernel documents; memory that is dropped is reused
         // in the order of the stream.
@@ -384,7 +411,7 @@ impl<D: Device> KernelBackend<D> {
 impl<D: Device> Backend for KernelBackend<D> {
     type Buf<T: Pod> = Buffer<T, D::Memory>;
     type Experts = Experts<D::Memory>;
-    type Recording = D::Recording;
+    type Recording = Recorded<D>;
     type Error = KernelError;
 
     fn describe(&self) -> String {
@@ -878,45 +905,22 @@ impl<D: Device> Backend for KernelBackend<D> {
         first: usize,
         end: usize,
         pass: &mut dyn FnMut() -> Result<()>,
-    ) -> Result<Option<D::Recording>> {
-        if self.refused.load(Ordering::Relaxed) || end <= first {
-            return Ok(None);
-        }
-        let devices: Vec<&D> = std::iter::once(&self.device)
-            .chain(self.peers.iter().map(|p| &p.device))
-            .collect();
-        let refuse = |e: DeviceError| {
-            self.refused.store(true, Ordering::Relaxed);
-            tracing::warn!("launches cannot be recorded, so each is made by itself: {e}");
-        };
-        match D::begin_recording(&devices) {
-            Ok(true) => (),
-            Ok(false) => return Ok(None),
-            Err(e) => {
-                refuse(e);
-                return Ok(None);
-            }
-        }
-        *self.span.lock().unwrap_or_else(PoisonError::into_inner) = Some(Span { first, end });
-        let done = pass();
-        *self.span.lock().unwrap_or_else(PoisonError::into_inner) = None;
-        let recording = D::end_recording(&devices);
-        match done {
-            Ok(()) => Ok(recording.map_err(refuse).ok()),
-            // Launches by themselves need less.
-            Err(KernelError::Device(e @ DeviceError::OutOfMemory { .. })) => {
-                refuse(e);
-                Ok(None)
-            }
-            Err(e) => Err(e),
-        }
+    ) -> Result<Option<Recorded<D>>> {
+        self.record_pass(first, end, pass)
     }
 
-    unsafe fn repeat(&self, recording: &D::Recording, position: usize) -> Result<()> {
-        let position = word("position", position)?;
-        self.device.set_word(&self.position.memory, 0, position)?;
-        // SAFETY: passed on to the caller; what was given back while recording is the recording's.
-        Ok(unsafe { self.device.replay(recording) }?)
+    unsafe fn repeat(&self, recording: &Recorded<D>, position: usize) -> Result<()> {
+        // SAFETY: passed on to the caller.
+        unsafe { self.repeat_pass(recording, position) }
+    }
+
+    fn keep_parts(&self, keep: bool) -> bool {
+        self.keep_timelines(keep);
+        true
+    }
+
+    fn parts(&self) -> Result<Vec<Parts>> {
+        KernelBackend::parts(self)
     }
 
     fn chosen_again(&self, experts: &Self::Experts, selections: usize) {

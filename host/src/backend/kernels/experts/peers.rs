@@ -14,6 +14,7 @@ use super::{Experts, Sum};
 use crate::backend::Rows;
 use crate::backend::kernels::device::{Device, DeviceMemory};
 use crate::backend::kernels::ops::{Buffer, KernelBackend, Result, View, word};
+use crate::backend::split::Part;
 
 /// Tokens and what was chosen for them, on the first device.
 pub(super) struct Chosen<'a, M> {
@@ -86,6 +87,8 @@ impl<D: Device> KernelBackend<D> {
                     slice: given.memory().slice::<f32>(at, given.len() - at),
                     stride,
                 };
+                // The input and what was chosen there, rows back.
+                peer.crosses(4 * (chosen.tokens * hidden + slots + slots * hidden));
                 peer.bring(part, chosen.view, chosen.id_slice, chosen, out)?;
                 continue;
             }
@@ -93,6 +96,8 @@ impl<D: Device> KernelBackend<D> {
             let (x, ids) = (peer.scratch::<f32>(x_words)?, peer.scratch::<u32>(slots)?);
             let from_x = chosen.x.offset + chosen.start * chosen.x.stride;
             let from_ids = chosen.start * chosen.top_k;
+            peer.mark(Part::Exchange)?;
+            peer.crosses(4 * (x_words + slots + slots * hidden));
             // SAFETY: memory of the first device, which writes to neither before `join_peers`.
             unsafe {
                 let from = (chosen.x.buf.memory(), 4 * from_x);
@@ -143,8 +148,10 @@ impl<D: Device> KernelBackend<D> {
         experts: &Experts<D::Memory>,
         abroad: &Abroad<D::Memory>,
     ) -> Result<()> {
+        self.mark(Part::Exchange)?;
         for (peer, part) in self.peers().iter().zip(&experts.peers) {
             if part.is_some() {
+                peer.mark(Part::Idle)?;
                 self.device().wait_for(peer.device())?;
             }
         }

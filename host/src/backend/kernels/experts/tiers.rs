@@ -22,6 +22,7 @@ use crate::archive::{Digest, Record};
 use crate::backend::cpu::{self, Cpu};
 use crate::backend::kernels::device::{ALIGNMENT, Device, DeviceMemory};
 use crate::backend::kernels::ops::{Buffer, KernelBackend, KernelError, Result, input, output};
+use crate::backend::split::Part;
 use crate::backend::{Backend, LayerExperts, LoadExperts, Rows, RowsMut, TieredLayer};
 use crate::backend::{rows, rows_mut};
 use crate::expert::{ExpertShape, Form, MatrixKind, RawMatrix};
@@ -423,6 +424,9 @@ impl<D: Device> KernelBackend<D> {
             };
             (nothing, self.scratch(0)?)
         };
+        if cpu_rows > 0 {
+            self.mark(Part::Idle)?;
+        }
         // Meanwhile the GPU works.
         let rows = match &tiers.cpu {
             Some((cpu, on_cpu)) if cpu_rows > 0 => {
@@ -467,6 +471,7 @@ impl<D: Device> KernelBackend<D> {
                 Some(Place::Host(at, record)) => {
                     let bytes = at..at + record.bytes;
                     let memory = stage.memory.memory();
+                    self.copies(record.bytes);
                     // SAFETY: the stage is used behind the join in `fetch_rest` alone, and what was
                     // used of it before has been waited for when `ids` were read; the pinned memory
                     // lives as long as the layer and is written between tokens alone, behind a
@@ -515,6 +520,7 @@ impl<D: Device> KernelBackend<D> {
         let Some(stage) = tiers.stage.as_ref().filter(|_| !away.is_empty()) else {
             return Ok(());
         };
+        self.mark(Part::Copies)?;
         if waiting {
             let mut host = stage.host.lock().unwrap_or_else(PoisonError::into_inner);
             let read_slot = stage.read_slot();
@@ -553,6 +559,7 @@ impl<D: Device> KernelBackend<D> {
             });
             let copied = done.into_iter().try_for_each(|read| {
                 let (slot, bytes) = read?;
+                self.copies(bytes.len());
                 let memory = stage.memory.memory();
                 // SAFETY: as in `fetch`; the pinned memory is written again for the next tokens or by
                 // the next layer that reads, which have then waited for all that follows the join.
