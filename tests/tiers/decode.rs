@@ -182,3 +182,57 @@ fn tokens_are_split_into_parts() {
     engine.begin(4, Wanted::Last).unwrap();
     assert_eq!(engine.split(&ids).unwrap(), None);
 }
+
+/// A recorded token keeps what its layers choose on the device; layers with experts elsewhere are noted as
+/// they come.
+#[test]
+fn recorded_tokens_are_noted() {
+    let dir = model(ScaleKind::Row);
+    let config = host::model::Config::read(&dir).unwrap();
+    fn run<B: LoadExperts>(model: &Model<B>, tiers: &str) -> (Vec<f32>, usize) {
+        let mut session = model.session(16, Wanted::Last).unwrap();
+        let mut out = model.forward(&mut session, &[9, 8], Wanted::Last).unwrap();
+        // Noted from here on, and by and by more of it.
+        model.record_usage();
+        for id in [1, 2, 3] {
+            out.extend(model.forward(&mut session, &[id], Wanted::Last).unwrap());
+        }
+        model.record_trace();
+        for id in [4, 5] {
+            out.extend(model.forward(&mut session, &[id], Wanted::Last).unwrap());
+        }
+        out.extend(model.forward(&mut session, &[6, 7], Wanted::Last).unwrap());
+        out.extend(model.forward(&mut session, &[8], Wanted::Last).unwrap());
+        println!("{tiers}: {} recordings", session.recordings());
+        (out, session.recordings())
+    }
+    let source = Source::open(&dir, &config, None).unwrap();
+    let plain = Model::load(
+        Reference,
+        &dir,
+        config.clone(),
+        &source,
+        Form::Fused,
+        |_| (),
+    )
+    .unwrap();
+    let (expected, _) = run(&plain, "reference");
+    let all = [Tier::VramAns, Tier::VramAns, Tier::VramAns];
+    for (tiers, recordings) in [
+        (all, 1),
+        ([Tier::VramAns, Tier::RamAns, Tier::VramAns], 2),
+        ([Tier::DiskAns, Tier::RamRaw, Tier::RamAns], 4),
+    ] {
+        let source = Source::open(&dir, &config, None).unwrap();
+        let tiers = tiers.map(|t| vec![t; EXPERTS]).into();
+        let (source, _) = source.tiered(tiers, vec![], TOP_K, false).unwrap().unwrap();
+        let b = mock(Faults::default());
+        let model = Model::load(b, &dir, config.clone(), &source, Form::Fused, |_| ()).unwrap();
+        let (found, recorded) = run(&model, "tiers");
+        assert!(found == expected);
+        assert_eq!(recorded, recordings);
+        assert_eq!(model.usage(), plain.usage());
+        assert_eq!(model.trace(), plain.trace());
+    }
+    assert_eq!(plain.trace().unwrap().tokens, 10);
+}

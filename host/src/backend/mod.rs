@@ -226,6 +226,20 @@ pub trait Backend: Sized {
         out: &mut [T],
     ) -> Result<(), Self::Error>;
 
+    /// `len` elements of `from` from `start` on to `to` from `at` on.
+    fn copy<T: Pod>(
+        &self,
+        from: &Self::Buf<T>,
+        start: usize,
+        to: &mut Self::Buf<T>,
+        at: usize,
+        len: usize,
+    ) -> Result<(), Self::Error> {
+        let mut data = vec![T::zeroed(); len];
+        self.read(from, start, &mut data)?;
+        self.write(to, at, &data)
+    }
+
     /// `out[t] = table[ids[t]]`, `[vocab, cols]`, as f32.
     fn embed(
         &self,
@@ -542,6 +556,9 @@ pub trait LoadExperts: Backend {
     ) -> Result<Option<Self::Experts>, Self::Error> {
         Ok(None)
     }
+
+    /// All layers are loaded: what only loading needs can go.
+    fn loaded(&self) {}
 
     /// How often experts of each tier were chosen, where [`LoadExperts::load_tiers`] placed them.
     fn used(&self, _experts: &Self::Experts) -> Used {

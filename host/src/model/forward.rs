@@ -55,6 +55,11 @@ pub(super) struct Scratch<B: Backend> {
     expert_ids: B::Buf<u32>,
     expert_weights: B::Buf<f32>,
     expert_out: B::Buf<f32>,
+    /// What a recorded token chose, `[layers with experts, top_k]`, and its weights.
+    pub kept_ids: B::Buf<u32>,
+    pub kept_weights: B::Buf<f32>,
+    /// Whether a token is recorded, whose choices are to be kept there.
+    pub keep: bool,
     pub logits: B::Buf<f32>,
 }
 
@@ -145,6 +150,7 @@ impl<B: LoadExperts> Model<B> {
             Wanted::Tail(n) => n.clamp(1, t),
             Wanted::Last | Wanted::None => 1,
         };
+        let kept = c.sparse_layers().count() * c.router.top_k;
         let scratch = Scratch {
             ids: b.alloc(t)?,
             x: b.alloc(t * c.hidden)?,
@@ -165,6 +171,9 @@ impl<B: LoadExperts> Model<B> {
             expert_ids: b.alloc(t * c.router.top_k)?,
             expert_weights: b.alloc(t * c.router.top_k)?,
             expert_out: b.alloc(t * c.hidden)?,
+            kept_ids: b.alloc(kept)?,
+            kept_weights: b.alloc(kept)?,
+            keep: false,
             logits: b.alloc(logits * c.vocab)?,
         };
         Ok(Session {
@@ -719,9 +728,24 @@ impl<B: LoadExperts> Model<B> {
     }
 
     /// Notes which experts of layer `l` were chosen, where that is wanted.
-    fn count(&self, l: usize, s: &Scratch<B>, first: usize, tokens: usize) -> Result<(), B::Error> {
+    fn count(
+        &self,
+        l: usize,
+        s: &mut Scratch<B>,
+        first: usize,
+        tokens: usize,
+    ) -> Result<(), B::Error> {
         let (mut usage, mut trace) = (self.usage.borrow_mut(), self.trace.borrow_mut());
         if usage.is_none() && trace.is_none() {
+            return Ok(());
+        }
+        if s.keep {
+            let top_k = self.config.router.top_k;
+            let (b, at) = (&self.backend, self.sparse_index(l) * top_k);
+            b.copy(&s.expert_ids, 0, &mut s.kept_ids, at, top_k)?;
+            if trace.is_some() {
+                b.copy(&s.expert_weights, 0, &mut s.kept_weights, at, top_k)?;
+            }
             return Ok(());
         }
         let mut ids = vec![0; tokens * self.config.router.top_k];
@@ -738,6 +762,39 @@ impl<B: LoadExperts> Model<B> {
             let mut weights = vec![0.0; ids.len()];
             self.backend.read(&s.expert_weights, 0, &mut weights)?;
             trace.put(self.sparse_index(l), first, &ids, &weights);
+        }
+        Ok(())
+    }
+
+    /// Notes what a recorded token at position `at` has chosen, but in the layers `except`.
+    pub(super) fn count_kept(
+        &self,
+        s: &Scratch<B>,
+        at: usize,
+        except: &[usize],
+    ) -> Result<(), B::Error> {
+        let (mut usage, mut trace) = (self.usage.borrow_mut(), self.trace.borrow_mut());
+        if usage.is_none() && trace.is_none() {
+            return Ok(());
+        }
+        let (c, top_k) = (&self.config, self.config.router.top_k);
+        let mut ids = vec![0; c.sparse_layers().count() * top_k];
+        let mut weights = vec![0.0; ids.len()];
+        self.backend.read(&s.kept_ids, 0, &mut ids)?;
+        if trace.is_some() {
+            self.backend.read(&s.kept_weights, 0, &mut weights)?;
+        }
+        let each = ids.chunks(top_k).zip(weights.chunks(top_k));
+        for ((i, l), (ids, weights)) in c.sparse_layers().enumerate().zip(each) {
+            if except.contains(&l) {
+                continue;
+            }
+            if let Some(usage) = usage.as_mut() {
+                ids.iter().for_each(|id| usage.add(l as u32, *id, 1.0));
+            }
+            if let Some(trace) = trace.as_mut() {
+                trace.put(i, at, ids, weights);
+            }
         }
         Ok(())
     }

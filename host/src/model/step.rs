@@ -19,6 +19,8 @@ pub(super) struct Steps<B: Backend> {
     model: u64,
     /// Positions that they are for.
     span: Range<usize>,
+    /// Whether they keep what is chosen, for usage and for a trace.
+    keeps: [bool; 2],
     /// Layers whose experts are not recorded.
     between: Vec<usize>,
     /// One up to the first of these layers' experts, one from there to the next, … and the last to the
@@ -37,14 +39,14 @@ impl<B: LoadExperts> Model<B> {
     /// Appends token `id` and computes its logits; false, and nothing done, where that cannot be recorded.
     pub(super) fn step(&self, session: &mut Session<B>, id: u32) -> Result<bool, B::Error> {
         let at = session.position;
-        // Which experts were chosen is read layer by layer.
-        if self.usage.borrow().is_some() || self.trace.borrow().is_some() {
-            return Ok(false);
-        }
-        let usable = |s: &Steps<B>| s.model == self.id && s.span.contains(&at);
+        let keeps = self.keeps();
+        let usable = |s: &Steps<B>| s.model == self.id && s.span.contains(&at) && s.keeps == keeps;
         if !session.steps.as_ref().is_some_and(usable) {
             session.steps = None;
-            session.steps = self.record(session)?;
+            session.scratch.keep = true;
+            let steps = self.record(session);
+            session.scratch.keep = false;
+            session.steps = steps?;
         }
         let Some(steps) = session.steps.take() else {
             return Ok(false);
@@ -52,6 +54,11 @@ impl<B: LoadExperts> Model<B> {
         let done = self.run(&steps, session, id);
         session.steps = Some(steps);
         done.map(|()| true)
+    }
+
+    /// What is noted of choices: usage, a trace.
+    fn keeps(&self) -> [bool; 2] {
+        [self.usage.borrow().is_some(), self.trace.borrow().is_some()]
     }
 
     fn run(&self, steps: &Steps<B>, session: &mut Session<B>, id: u32) -> Result<(), B::Error> {
@@ -74,7 +81,7 @@ impl<B: LoadExperts> Model<B> {
                 self.backend.chosen_again(&moe.experts, top_k);
             }
         }
-        Ok(())
+        self.count_kept(&session.scratch, at, &steps.between)
     }
 
     fn record(&self, session: &mut Session<B>) -> Result<Option<Steps<B>>, B::Error> {
@@ -97,6 +104,7 @@ impl<B: LoadExperts> Model<B> {
         }
         Ok(Some(Steps {
             model: self.id,
+            keeps: self.keeps(),
             span: first..end,
             between,
             recordings,

@@ -789,6 +789,7 @@ impl<B: LoadExperts> Model<B> {
         if mtp.is_some() {
             progress(layers.len() + 1);
         }
+        backend.loaded();
         let experts = config.sparse_layers().count() * config.router.experts;
         let placement = Placement {
             tier: source.tier(),
@@ -829,6 +830,12 @@ impl<B: LoadExperts> Model<B> {
     /// What was chosen since [`Model::record_usage`].
     pub fn usage(&self) -> Option<Profile> {
         self.usage.borrow().clone()
+    }
+
+    /// From here on goes on with what another model of the same weights had counted and noted.
+    pub(crate) fn restore(&self, usage: Option<Profile>, trace: Option<Trace>) {
+        *self.usage.borrow_mut() = usage;
+        *self.trace.borrow_mut() = trace;
     }
 
     /// From here on notes how tokens are routed.

@@ -108,10 +108,22 @@ pub enum DeviceError {
     Emulator(#[from] EmulatorError),
 }
 
+impl DeviceError {
+    /// Whether device memory ran out, also where the driver needed it for itself.
+    pub fn is_out_of_memory(&self) -> bool {
+        const OUT_OF_MEMORY: u32 = 2;
+        match self {
+            Self::OutOfMemory { .. } => true,
+            Self::Driver { code, .. } => *code == OUT_OF_MEMORY,
+            _ => false,
+        }
+    }
+}
+
 /// Memory on a device; given back when dropped, in the device's order.
 pub trait DeviceMemory: Send + Sync {
     /// Host memory that the device copies from by itself, 4 KiB aligned where that is pinned.
-    type Host: std::ops::DerefMut<Target = [u8]> + Send + Sync;
+    type Host: std::ops::DerefMut<Target = [u8]> + Send + Sync + 'static;
 
     /// Device address, a multiple of [`ALIGNMENT`].
     fn address(&self) -> u64;
@@ -310,7 +322,7 @@ pub trait Device: Send + Sync {
         Self: Sized;
 
     /// Ends that. Memory that was given back since the beginning is the recording's, for as long as it
-    /// lives. To be called also where recording has failed.
+    /// lives, and that of others of the same first device, which has but one stream. To be called also where recording has failed.
     fn end_recording(devices: &[&Self]) -> Result<Self::Recording, DeviceError>
     where
         Self: Sized;

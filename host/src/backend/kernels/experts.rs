@@ -313,8 +313,6 @@ impl<D: Device> KernelBackend<D> {
         out: RowsMut<'_, Buffer<f32, D::Memory>>,
     ) -> Result<()> {
         if let Some(tiers) = &experts.tiers {
-            // What layers were loaded through is not needed any more.
-            self.drop_waves();
             if !tiers.resident() {
                 let done = self.run_tiers(experts, tiers, x, ids, weights, top_k, tokens, out);
                 return self.settle(done);
@@ -840,6 +838,10 @@ impl<D: Device> LoadExperts for KernelBackend<D> {
         form: Form,
     ) -> Result<Option<Experts<D::Memory>>> {
         self.place_layer(layer, shape, form).map(Some)
+    }
+
+    fn loaded(&self) {
+        self.drop_waves();
     }
 
     fn used(&self, experts: &Experts<D::Memory>) -> Used {

@@ -464,6 +464,21 @@ impl<D: Device> Backend for KernelBackend<D> {
         }
     }
 
+    fn copy<T: Pod>(
+        &self,
+        from: &Self::Buf<T>,
+        start: usize,
+        to: &mut Self::Buf<T>,
+        at: usize,
+        len: usize,
+    ) -> Result<()> {
+        from.from("copy: from", start, len)?;
+        to.from("copy: to", at, len)?;
+        let size = size_of::<T>();
+        let (from, to) = ((&from.memory, start * size), (&to.memory, at * size));
+        Ok(self.device.copy(from, to, len * size)?)
+    }
+
     fn embed(
         &self,
         table: Weight<'_, Self>,

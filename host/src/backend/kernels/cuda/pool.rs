@@ -9,11 +9,15 @@ pub type Sizes = BTreeMap<usize, Vec<u64>>;
 
 /// Memory that is in nobody's hands. Whoever takes it uses it behind those who had it before, in the one
 /// stream. What is given back while launches are recorded goes to those that are recorded behind, and
-/// then stays with the recording.
+/// then stays with the recordings. Recordings of one device are launched one behind the other in its
+/// stream, so they share theirs.
 #[derive(Default)]
 pub struct Pool {
     free: Sizes,
-    recording: Option<Sizes>,
+    /// While launches are recorded: of which device's recordings, and what is free there.
+    recording: Option<(usize, Sizes)>,
+    /// Memory of each device's recordings, and how many they are.
+    recorded: BTreeMap<usize, (Sizes, usize)>,
 }
 
 impl Pool {
@@ -22,21 +26,15 @@ impl Pool {
         let recorded = self
             .recording
             .as_mut()
-            .and_then(|s| s.get_mut(&size)?.pop());
+            .and_then(|(_, s)| s.get_mut(&size)?.pop());
         recorded.or_else(|| self.free.get_mut(&size)?.pop())
     }
 
     /// Gives it back.
     pub fn give(&mut self, size: usize, address: u64) {
-        let to = self.recording.as_mut().unwrap_or(&mut self.free);
+        let recording = self.recording.as_mut().map(|(_, sizes)| sizes);
+        let to = recording.unwrap_or(&mut self.free);
         to.entry(size).or_default().push(address);
-    }
-
-    /// Gives all of `sizes` back.
-    pub fn give_all(&mut self, sizes: Sizes) {
-        for (size, addresses) in sizes {
-            self.free.entry(size).or_default().extend(addresses);
-        }
     }
 
     /// Bytes that could be taken.
@@ -44,7 +42,7 @@ impl Pool {
         self.free.iter().map(|(s, v)| s * v.len()).sum()
     }
 
-    /// All but what is recorded.
+    /// All but what recordings have.
     pub fn drain(&mut self) -> impl Iterator<Item = u64> {
         std::mem::take(&mut self.free).into_values().flatten()
     }
@@ -54,14 +52,32 @@ impl Pool {
         self.recording.is_some()
     }
 
-    /// Launches are recorded from here on.
-    pub fn begin_recording(&mut self) {
-        self.recording = Some(Sizes::new());
+    /// Launches are recorded from here on, to be launched by device `first`, whatever that number is.
+    pub fn begin_recording(&mut self, first: usize) {
+        let (sizes, _) = self.recorded.entry(first).or_default();
+        self.recording = Some((first, std::mem::take(sizes)));
     }
 
-    /// The memory of what was recorded.
-    pub fn end_recording(&mut self) -> Sizes {
-        self.recording.take().unwrap_or_default()
+    /// One recording more, to be ended by [`Pool::drop_recording`].
+    pub fn end_recording(&mut self) {
+        if let Some((first, sizes)) = self.recording.take() {
+            let (kept, recordings) = self.recorded.entry(first).or_default();
+            *kept = sizes;
+            *recordings += 1;
+        }
+    }
+
+    /// A recording of device `first` is gone, and all its launches are done; the last one's memory is free.
+    pub fn drop_recording(&mut self, first: usize) {
+        let Some((sizes, recordings)) = self.recorded.get_mut(&first) else {
+            return;
+        };
+        *recordings = recordings.saturating_sub(1);
+        if *recordings == 0 {
+            for (size, addresses) in std::mem::take(sizes) {
+                self.free.entry(size).or_default().extend(addresses);
+            }
+        }
     }
 }
 
@@ -106,19 +122,38 @@ mod tests {
     }
 
     #[test]
-    fn a_recording_keeps_what_it_used() {
+    fn recordings_share_what_they_used() {
         let mut pool = Pool::default();
         pool.give(256, 1);
-        pool.begin_recording();
+        pool.begin_recording(7);
         assert_eq!(pool.take(256), Some(1));
         pool.give(256, 1);
         assert_eq!(pool.take(256), Some(1), "those behind share");
         pool.give(256, 1);
         pool.give(512, 2);
         assert_eq!(pool.drain().count(), 0);
-        let kept = pool.end_recording();
+        pool.end_recording();
+        assert_eq!((pool.take(256), pool.bytes()), (None, 0));
+        // Another of the same device has the same memory, one of another has not.
+        pool.begin_recording(7);
+        assert_eq!((pool.take(256), pool.take(256)), (Some(1), None));
+        pool.give(256, 1);
+        pool.end_recording();
+        pool.begin_recording(8);
         assert_eq!(pool.take(256), None);
-        pool.give_all(kept);
+        pool.give(1024, 3);
+        pool.end_recording();
+        pool.drop_recording(7);
+        assert_eq!(pool.take(256), None, "there is one left");
+        pool.drop_recording(8);
+        assert_eq!(pool.take(1024), Some(3));
+        // What is dropped while others are recorded.
+        pool.begin_recording(7);
+        pool.drop_recording(7);
+        assert_eq!(pool.take(256), Some(1));
+        pool.give(256, 1);
+        pool.end_recording();
+        pool.drop_recording(7);
         assert_eq!((pool.take(256), pool.take(512)), (Some(1), Some(2)));
     }
 }

@@ -6,7 +6,6 @@ use std::thread::ThreadId;
 
 use cuda_loader::{DriverError, check, sys};
 
-use super::pool::Sizes;
 use super::{Inner, driver_error};
 use crate::backend::kernels::device::DeviceError;
 
@@ -67,11 +66,16 @@ impl Recorder {
     }
 }
 
-/// An instantiated graph, and the memory that its launches share.
+/// An instantiated graph, whose launches use memory that the devices' pools keep for recordings.
 pub struct CudaRecording {
     exec: sys::GraphExec,
     /// The first is the device that launches it.
-    memory: Vec<(Arc<Inner>, Sizes)>,
+    devices: Vec<Arc<Inner>>,
+}
+
+/// What tells the recordings that `first` launches from others'.
+fn owner(first: &Arc<Inner>) -> usize {
+    Arc::as_ptr(first).addr()
 }
 
 // SAFETY: the handle may be used from any thread, by one at a time: `replay` and `drop` are called with
@@ -114,7 +118,10 @@ pub fn begin(devices: &[&Arc<Inner>]) -> Result<bool, DeviceError> {
     };
     let begun = capture();
     match begun {
-        Ok(()) => devices.iter().for_each(|d| d.pool().begin_recording()),
+        Ok(()) => {
+            let owner = owner(first);
+            devices.iter().for_each(|d| d.pool().begin_recording(owner));
+        }
         Err(_) => devices.iter().for_each(|d| d.recorder.end()),
     }
     begun.map(|()| true)
@@ -122,13 +129,11 @@ pub fn begin(devices: &[&Arc<Inner>]) -> Result<bool, DeviceError> {
 
 /// Ends that.
 pub fn end(devices: &[&Arc<Inner>]) -> Result<CudaRecording, DeviceError> {
-    let memory: Vec<(Arc<Inner>, Sizes)> = (devices.iter())
-        .map(|d| ((*d).clone(), d.pool().end_recording()))
-        .collect();
+    devices.iter().for_each(|d| d.pool().end_recording());
     // From here on the memory goes back whatever happens.
     let mut recording = CudaRecording {
         exec: null_mut(),
-        memory,
+        devices: devices.iter().map(|d| (*d).clone()).collect(),
     };
     let first = devices[0];
     let mut graph = null_mut();
@@ -161,7 +166,7 @@ pub unsafe fn replay(inner: &Inner, recording: &CudaRecording) -> Result<(), Dev
 
 impl Drop for CudaRecording {
     fn drop(&mut self) {
-        let Some(first) = self.memory.first().map(|(first, _)| first.clone()) else {
+        let Some(first) = self.devices.first() else {
             return;
         };
         // Nothing can be done about failures here. The others' streams know nothing of the launches.
@@ -171,8 +176,9 @@ impl Drop for CudaRecording {
             // SAFETY: ours.
             let _ = unsafe { sys::cuGraphExecDestroy(self.exec) };
         }
-        for (device, sizes) in self.memory.drain(..) {
-            device.pool().give_all(sizes);
+        let owner = owner(first);
+        for device in &self.devices {
+            device.pool().drop_recording(owner);
         }
     }
 }

@@ -59,6 +59,37 @@ fn memory_stream_and_events_work_from_other_threads() {
         .unwrap();
 }
 
+/// Recordings of a device share scratch, which is free again behind the last of them.
+#[test]
+fn recordings_share_scratch() {
+    let Some(device) = device() else { return };
+    let result = device.allocate(1 << 20).unwrap();
+    let record = |value| {
+        assert!(Device::begin_recording(&[&device]).unwrap());
+        let scratch = device.allocate(1 << 20).unwrap();
+        device.fill(&scratch, 0, 1 << 20, value).unwrap();
+        device.copy((&scratch, 0), (&result, 0), 1 << 20).unwrap();
+        let address = scratch.address();
+        drop(scratch);
+        (Device::end_recording(&[&device]).unwrap(), address)
+    };
+    let recordings = [3, 4, 5].map(record);
+    let mut out = [0; 16];
+    for (i, value) in [(2, 5), (0, 3), (1, 4), (0, 3)] {
+        let (recording, address) = &recordings[i];
+        assert_eq!(*address, recordings[0].1);
+        // SAFETY: `result` is live, and the scratch is the recordings'.
+        unsafe { device.replay(recording) }.unwrap();
+        device.download(&result, 4096, &mut out).unwrap();
+        assert_eq!(out, [value; 16]);
+    }
+    let address = recordings[0].1;
+    let other = device.allocate(1 << 20).unwrap();
+    assert_ne!(other.address(), address);
+    drop(recordings);
+    assert_eq!(device.allocate(1 << 20).unwrap().address(), address);
+}
+
 #[test]
 fn errors_are_the_drivers() {
     let Some(device) = device() else { return };
