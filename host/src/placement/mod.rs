@@ -7,6 +7,7 @@ pub mod memory;
 pub mod planner;
 pub mod profile;
 pub mod reader;
+pub mod reads;
 pub mod request;
 #[cfg(target_os = "linux")]
 mod ring;

@@ -70,12 +70,39 @@ impl DirectFile {
                 }
             }
         }
+        Self::buffered(path)
+    }
+
+    /// The same through the page cache.
+    pub fn buffered(path: &Path) -> io::Result<Self> {
         let file = File::open(path)?;
         Ok(Self {
             direct: false,
             len: file.metadata()?.len(),
             file,
         })
+    }
+
+    /// The file.
+    pub(super) fn file(&self) -> &File {
+        &self.file
+    }
+
+    /// The whole blocks around the `len` bytes from `offset` on, where these are within the file and a
+    /// buffer that is aligned: where they begin, how many bytes they are, and those before the first one
+    /// asked for.
+    pub(super) fn blocks(
+        &self,
+        offset: u64,
+        len: usize,
+        buffer: &[u8],
+    ) -> Option<(u64, usize, usize)> {
+        let aligned = buffer.as_ptr().addr().is_multiple_of(BLOCK);
+        let skip = (offset % BLOCK as u64) as usize;
+        let whole = (skip + len).next_multiple_of(BLOCK);
+        let begin = offset - skip as u64;
+        let fits = whole <= buffer.len() && begin + whole as u64 <= self.len;
+        (aligned && fits).then_some((begin, whole, skip))
     }
 
     /// Whether reads go past the page cache.
@@ -124,15 +151,16 @@ impl DirectFile {
         len: usize,
         buffer: &'a mut [u8],
     ) -> io::Result<&'a [u8]> {
-        let aligned = buffer.as_ptr().addr().is_multiple_of(BLOCK);
-        let skip = (offset % BLOCK as u64) as usize;
-        let whole = (skip + len).next_multiple_of(BLOCK);
-        let begin = offset - skip as u64;
-        if self.direct && aligned && whole <= buffer.len() && begin + whole as u64 <= self.len {
+        if self.direct
+            && let Some((begin, whole, skip)) = self.blocks(offset, len, buffer)
+        {
             self.read(begin, &mut buffer[..whole])?;
             return Ok(&buffer[skip..skip + len]);
         }
         if self.direct {
+            let skip = (offset % BLOCK as u64) as usize;
+            let whole = (skip + len).next_multiple_of(BLOCK);
+            let begin = offset - skip as u64;
             // The last block of a file, or a buffer that is not made for it.
             let mut other = Aligned::new(whole);
             let there = (self.len.saturating_sub(begin) as usize).min(whole);
@@ -196,38 +224,5 @@ mod tests {
         }
         assert!(file.read_into(3 * BLOCK as u64, 1001, &mut buffer).is_err());
         assert!(DirectFile::open(&dir.path().join("none")).is_err());
-    }
-
-    #[test]
-    #[ignore = "a measurement: direct reads of the file that ANSATZ_FILE names, to set beside `dd iflag=direct`"]
-    fn rate() {
-        let path = std::env::var_os("ANSATZ_FILE").expect("ANSATZ_FILE names a large file");
-        let file = DirectFile::open(Path::new(&path)).unwrap();
-        const RECORD: usize = 14 << 20;
-        let all = (file.len() as usize / RECORD).min(200);
-        for threads in [1, 4, 8] {
-            for large in [true, false] {
-                let start = std::time::Instant::now();
-                std::thread::scope(|scope| {
-                    for t in 0..threads {
-                        let file = &file;
-                        scope.spawn(move || {
-                            let mut buffer = Aligned::new(RECORD);
-                            // The plain call reads what is too small for a ring.
-                            let piece = if large { RECORD } else { 1 << 20 };
-                            for i in (t..all).step_by(threads) {
-                                for at in (0..RECORD).step_by(piece) {
-                                    let offset = (i * RECORD + at) as u64;
-                                    let end = (at + piece).min(RECORD);
-                                    file.read(offset, &mut buffer[at..end]).unwrap();
-                                }
-                            }
-                        });
-                    }
-                });
-                let rate = (all * RECORD) as f64 / start.elapsed().as_secs_f64() / 1e9;
-                println!("{threads} threads, ring {large}: {rate:.2} GB/s");
-            }
-        }
     }
 }

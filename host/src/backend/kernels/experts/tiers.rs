@@ -27,6 +27,7 @@ use crate::backend::{Backend, LayerExperts, LoadExperts, Rows, RowsMut, TieredLa
 use crate::backend::{rows, rows_mut};
 use crate::expert::{ExpertShape, Form, MatrixKind, RawMatrix};
 use crate::placement::reader::{BLOCK, DirectFile};
+use crate::placement::reads::{Read, Reads, Way};
 use crate::placement::{TIERS, Tier, Used};
 
 use super::Experts;
@@ -160,15 +161,15 @@ pub struct Stage<M: DeviceMemory> {
     slots: usize,
     /// Bytes of a slot.
     slot: usize,
-    /// As many slots of [`Stage::read_slot`] bytes; empty while no layer has anything to read.
-    host: Mutex<M::Host>,
+    /// While any layer has something to read.
+    disk: Mutex<Option<Disk<M::Host>>>,
 }
 
-impl<M: DeviceMemory> Stage<M> {
-    /// Bytes of a slot of the host: a record and what direct reads add at both ends.
-    fn read_slot(&self) -> usize {
-        read_slot(self.slot)
-    }
+/// Who reads, and as many pinned slots as the stage has, of a record and what direct reads add at both
+/// ends; those that are missing are being read to.
+struct Disk<H> {
+    reads: Reads<H>,
+    slots: Vec<Option<H>>,
 }
 
 /// Bytes of a record of `bytes` and what direct reads add at both ends.
@@ -403,13 +404,25 @@ impl<D: Device> KernelBackend<D> {
             most: range.end,
             ..groups
         };
+        // What the CPU's experts give, once; meanwhile the GPU works, or the disk.
+        let mut rows: Option<Vec<f32>> = None;
+        let on_cpu = &sorted.on_cpu;
+        let mut by_cpu = || -> Result<()> {
+            if let Some((cpu, placed)) = tiers.cpu.as_ref().filter(|_| !on_cpu.is_empty())
+                && rows.is_none()
+            {
+                let hidden = experts.shape.hidden;
+                rows = Some(compute(cpu, placed, tiers, on_cpu, &batch, hidden)?);
+            }
+            Ok(())
+        };
         let (h, outer) = if active > 0 {
             let waiting = self.fetch(experts, tiers, &sorted.away)?;
             let x = self.quantise(batch.on_device.view, tokens, experts.shape.hidden)?;
             let inner = self.scratch::<u32>(sorted.slots * gate_up.partials(experts.form))?;
             let of = part(0..resident);
             self.matmuls(experts, gate_up, &of, Operands::gate_up(&x, &of, &inner))?;
-            self.fetch_rest(experts, tiers, &sorted.away, waiting)?;
+            self.fetch_rest(tiers, &sorted.away, waiting, &mut by_cpu)?;
             let of = part(resident..active);
             self.matmuls(experts, gate_up, &of, Operands::gate_up(&x, &of, &inner))?;
             let h = self.activate(experts, &groups, &x, &inner, None)?;
@@ -427,14 +440,8 @@ impl<D: Device> KernelBackend<D> {
         if cpu_rows > 0 {
             self.mark(Part::Idle)?;
         }
-        // Meanwhile the GPU works.
-        let rows = match &tiers.cpu {
-            Some((cpu, on_cpu)) if cpu_rows > 0 => {
-                let hidden = experts.shape.hidden;
-                compute(cpu, on_cpu, tiers, &sorted.on_cpu, &batch, hidden)?
-            }
-            _ => Vec::new(),
-        };
+        by_cpu()?;
+        let rows = rows.unwrap_or_default();
         let given = match &abroad {
             None => Some(self.upload(&rows)?),
             Some(abroad) => {
@@ -510,68 +517,79 @@ impl<D: Device> KernelBackend<D> {
     }
 
     /// Reads and copies what [`KernelBackend::fetch`] left, and lets the stream wait for all copies.
+    /// `meanwhile` is called while the disk is at work, if it is.
     fn fetch_rest(
         &self,
-        _experts: &Experts<D::Memory>,
         tiers: &Tiers<D::Memory>,
         away: &[u32],
         waiting: bool,
+        meanwhile: &mut dyn FnMut() -> Result<()>,
     ) -> Result<()> {
         let Some(stage) = tiers.stage.as_ref().filter(|_| !away.is_empty()) else {
             return Ok(());
         };
         self.mark(Part::Copies)?;
-        if waiting {
-            let mut host = stage.host.lock().unwrap_or_else(PoisonError::into_inner);
-            let read_slot = stage.read_slot();
-            let (file, layer): (&DirectFile, _) = (&tiers.file, tiers.number);
-            let reads: Vec<_> = (away
-                .iter()
-                .zip(host.chunks_exact_mut(read_slot))
-                .enumerate())
-            .filter_map(|(slot, (id, room))| match tiers.place(*id) {
-                Some(Place::Disk(r)) => Some((slot, *id, r.file, r.bytes, room)),
-                _ => None,
-            })
-            .collect();
-            // Threads of their own: reads wait for the disk, not for a processor.
-            let done: Vec<Result<(usize, Range<usize>)>> = std::thread::scope(|scope| {
-                let threads: Vec<_> = (reads.into_iter())
-                    .map(|(slot, id, at, bytes, room)| {
-                        scope.spawn(move || {
-                            let start = room.as_ptr().addr();
-                            let read = file.read_into(at, bytes, room);
-                            let read = read.map_err(|source| KernelError::Read {
-                                layer,
-                                expert: id as usize,
-                                source,
-                            })?;
-                            let skip = slot * read_slot + read.as_ptr().addr() - start;
-                            Ok((slot, skip..skip + bytes))
-                        })
-                    })
-                    .collect();
-                let join = |t: std::thread::ScopedJoinHandle<'_, _>| match t.join() {
-                    Ok(done) => done,
-                    Err(panic) => std::panic::resume_unwind(panic),
-                };
-                threads.into_iter().map(join).collect()
-            });
-            let copied = done.into_iter().try_for_each(|read| {
-                let (slot, bytes) = read?;
-                self.copies(bytes.len());
-                let memory = stage.memory.memory();
-                // SAFETY: as in `fetch`; the pinned memory is written again for the next tokens or by
-                // the next layer that reads, which have then waited for all that follows the join.
-                let copied =
-                    unsafe { (self.device()).copy_beside(memory, slot * stage.slot, &host, bytes) };
-                Ok(copied?)
-            });
-            // Also after a failure: others are on their way.
-            self.device().join()?;
-            return copied;
+        let read = match waiting {
+            true => self.read_away(tiers, stage, away, meanwhile),
+            false => Ok(()),
+        };
+        // Also after a failure: others are on their way.
+        self.device().join()?;
+        read
+    }
+
+    /// Reads experts of the archive, and copies each to the stage as soon as it is there.
+    fn read_away(
+        &self,
+        tiers: &Tiers<D::Memory>,
+        stage: &Stage<D::Memory>,
+        away: &[u32],
+        meanwhile: &mut dyn FnMut() -> Result<()>,
+    ) -> Result<()> {
+        let mut disk = stage.disk.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some(Disk { reads, slots }) = disk.as_mut() else {
+            unreachable!("a layer with experts on disk has asked for it");
+        };
+        let mut asked = Vec::with_capacity(away.len());
+        for (slot, id) in away.iter().enumerate() {
+            if let Some(Place::Disk(record)) = tiers.place(*id) {
+                asked.push(Read {
+                    number: slot,
+                    offset: record.file,
+                    len: record.bytes,
+                    room: match slots[slot].take() {
+                        Some(room) => room,
+                        // Lost with a thread that has panicked.
+                        None => self.device().allocate_host(read_slot(stage.slot))?,
+                    },
+                });
+            }
         }
-        Ok(self.device().join()?)
+        let done = reads.start(&tiers.file, asked);
+        let mut result = meanwhile();
+        for read in done {
+            let slot = read.number;
+            let memory = stage.memory.memory();
+            let copied = match read.bytes {
+                Err(source) => Err(KernelError::Read {
+                    layer: tiers.number,
+                    expert: away[slot] as usize,
+                    source,
+                }),
+                Ok(bytes) => {
+                    self.copies(bytes.len());
+                    // SAFETY: as in `fetch`; the pinned memory is written again for the next tokens or by
+                    // the next layer that reads, which have then waited for all that follows the join.
+                    let copied = unsafe {
+                        (self.device()).copy_beside(memory, slot * stage.slot, &read.room, bytes)
+                    };
+                    copied.map_err(KernelError::from)
+                }
+            };
+            slots[slot] = Some(read.room);
+            result = result.and(copied);
+        }
+        result
     }
 
     /// Places a layer's experts in their tiers, on all devices at once.
@@ -851,14 +869,20 @@ impl<D: Device> KernelBackend<D> {
                     memory: self.scratch(slots * slot)?,
                     slots,
                     slot,
-                    host: Mutex::new(self.device().allocate_host(0)?),
+                    disk: Mutex::new(None),
                 })
             }
         };
         if reads {
-            let mut host = made.host.lock().unwrap_or_else(PoisonError::into_inner);
-            if host.is_empty() {
-                *host = self.device().allocate_host(made.slots * made.read_slot())?;
+            let mut disk = made.disk.lock().unwrap_or_else(PoisonError::into_inner);
+            if disk.is_none() {
+                let slot = || -> Result<_> {
+                    Ok(Some(self.device().allocate_host(read_slot(made.slot))?))
+                };
+                *disk = Some(Disk {
+                    slots: (0..made.slots).map(|_| slot()).collect::<Result<_>>()?,
+                    reads: Reads::new(Way::Ring),
+                });
             }
         }
         *stage = Some(made.clone());
