@@ -31,6 +31,8 @@ use serde_json::Value;
 
 #[path = "tiers/decode.rs"]
 mod decode;
+#[path = "tiers/memory.rs"]
+mod memory;
 #[path = "tiers/repin.rs"]
 mod repin;
 

@@ -1,5 +1,7 @@
 //! A loaded model on a device that was chosen at run time.
 
+mod placed;
+
 use std::path::Path;
 use std::time::Instant;
 
@@ -17,9 +19,10 @@ use crate::expert::{Form, Tier};
 use crate::model::{Config, Model, ModelError, Session, Source, Wanted, bytes_to_load, mtp};
 use crate::placement::calibrate::{self, Calibration};
 use crate::placement::memory::DensePart;
-use crate::placement::request::{Request, RequestError, Size};
+use crate::placement::request::{Request, RequestError};
 use crate::placement::{self, Plan, Profile};
 use crate::trace::Trace;
+pub use placed::open_placed;
 
 /// What computes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -524,27 +527,26 @@ pub fn open(
     }
     let source = Source::open(dir, &config, options.tier)?;
     let bytes = bytes_to_load(dir, &config, &source)?;
-    let all = bytes.last().copied().unwrap_or(0) as usize;
     let load = Load {
         dir,
         config,
         source,
         form: options.form,
-        progress: &mut |done| progress(bytes[done - 1] as usize, all),
+        bytes: &bytes,
     };
     match options.device {
-        Device::Cuda => load.on(cuda(&options.devices)?, true),
+        Device::Cuda => on_cuda(load, cuda(&options.devices)?, &options, &mut progress),
         Device::Auto if CudaDevice::count() > 0 => match cuda(&options.devices) {
-            Ok(backend) => load.on(backend, true),
+            Ok(backend) => on_cuda(load, backend, &options, &mut progress),
             Err(error) if named => Err(error),
             Err(error) => {
                 tracing::warn!("using the CPU: {error}");
-                load.on(cpu()?, false)
+                load.on(cpu()?, false, &mut progress)
             }
         },
-        Device::Auto | Device::Cpu => load.on(cpu()?, false),
-        Device::Emulator => load.on(emulator()?, false),
-        Device::Reference => load.on(Reference, false),
+        Device::Auto | Device::Cpu => load.on(cpu()?, false, &mut progress),
+        Device::Emulator => load.on(emulator()?, false, &mut progress),
+        Device::Reference => load.on(Reference, false, &mut progress),
     }
 }
 
@@ -608,152 +610,6 @@ pub fn exchanges<D: crate::backend::kernels::Device>(
     Ok(())
 }
 
-/// Rates of each device. The fastest at the dense part comes first, where it is 5% faster or more.
-fn rates_of<D: crate::backend::kernels::Device + Clone + 'static>(
-    devices: &mut [(D, u64)],
-    request: &Request,
-    archive: &Archive,
-    dir: &Path,
-    config: &Config,
-) -> Result<Vec<Calibration>, EngineError> {
-    let mut rates = Vec::with_capacity(devices.len());
-    for (device, _) in devices.iter() {
-        let backend = KernelBackend::new(device.clone()).map_err(|e| unusable("cuda", e))?;
-        rates.push(request.rates(&backend, archive, dir, config)?.0);
-    }
-    let dense = |i: usize| rates[i].rates.dense;
-    let fastest = (0..rates.len()).min_by(|a, b| dense(*a).total_cmp(&dense(*b)));
-    if let Some(fastest) = fastest.filter(|i| dense(*i) < 0.95 * dense(0)) {
-        rates.swap(0, fastest);
-        devices.swap(0, fastest);
-    }
-    if request.rates.is_none() {
-        exchanges(devices, &mut rates, config)?;
-    }
-    Ok(rates)
-}
-
-/// Plans tiers for the experts of directory `dir` on `devices`, of whose memory so many bytes are free
-/// each, and loads the model. Where memory runs out all the same, a smaller plan is made, and said.
-pub fn open_placed<D: crate::backend::kernels::Device + Clone + 'static>(
-    mut devices: Vec<(D, u64)>,
-    dir: &Path,
-    options: &Options,
-    request: &Request,
-    progress: &mut impl FnMut(usize, usize),
-) -> Result<Box<dyn Engine>, EngineError> {
-    let config = options.config(dir)?;
-    let mut request = Request {
-        moving: options.repin > 0,
-        ..request.clone()
-    };
-    let mut calibration = None;
-    for attempt in 0.. {
-        let source = Source::open(dir, &config, options.tier)?;
-        let Some(archive) = source.coded() else {
-            return Err(EngineError::NoTiers {
-                device: "cuda --tier raw",
-            });
-        };
-        let rates = match calibration.take() {
-            Some(found) => found,
-            None => rates_of(&mut devices, &request, archive, dir, &config)?,
-        };
-        let others: Vec<(Calibration, u64)> = (rates[1..].iter().cloned())
-            .zip(devices[1..].iter().map(|(_, free)| *free))
-            .collect();
-        let (first, free) = (rates[0].clone(), devices[0].1);
-        calibration = Some(rates);
-        let planned = request.plan_devices(dir, &config, archive, first, free, &others)?;
-        let staged = placement::staged(config.router.top_k);
-        let Some((source, direct)) = source.tiered(
-            planned.plan.tiers.clone(),
-            planned.plan.devices.clone(),
-            staged,
-            request.moving,
-        )?
-        else {
-            return Err(EngineError::NoTiers { device: "cuda" });
-        };
-        let bytes = bytes_to_load(dir, &config, &source)?;
-        let all = bytes.last().copied().unwrap_or(0) as usize;
-        let on_disk = planned.plan.table[placement::Tier::DiskAns as usize].experts;
-        if on_disk > 0 && !direct {
-            tracing::warn!(
-                "the file system takes no direct reads: experts are read through its cache"
-            );
-        }
-        let others = devices[1..].iter().map(|(d, _)| d.clone()).collect();
-        let backend = KernelBackend::over(devices[0].0.clone(), others);
-        let backend = backend.map_err(|e| unusable("cuda", e))?;
-        let loaded = Model::load(
-            backend,
-            dir,
-            config.clone(),
-            &source,
-            options.form,
-            |done| {
-                progress(bytes[done - 1] as usize, all);
-            },
-        );
-        // The caches too, while there is another plan to make.
-        let wanted = options.wanted();
-        let loaded = loaded.and_then(|model| {
-            let session = model.session(options.positions, wanted);
-            let session = session.map_err(|e| ModelError::Place {
-                what: "the KV cache".into(),
-                source: Box::new(e),
-            })?;
-            Ok((model, session))
-        });
-        match loaded {
-            Ok((model, session)) => {
-                return Ok(Box::new(Loaded {
-                    model,
-                    session: Some((session, wanted)),
-                    form: options.form,
-                    gpu: true,
-                    plan: Some(planned.plan),
-                    repin: request.moving.then_some(Repin {
-                        most: options.repin,
-                        failed: false,
-                    }),
-                }));
-            }
-            Err(e) if attempt < 3 => match out_of_memory(&e) {
-                Some(device) if device && devices.len() > 1 => {
-                    request.vram = Some(Size::Bytes(planned.vram / 8 * 7));
-                    tracing::warn!("{e}; placing fewer experts in device memory");
-                }
-                Some(device) if device => {
-                    let fixed = planned.fixed.iter().map(|f| f.vram).sum::<u64>();
-                    request.vram = Some(Size::Bytes(fixed + planned.plan.vram / 8 * 7));
-                    tracing::warn!("{e}; placing fewer experts in device memory");
-                }
-                Some(_) => {
-                    request.ram = Some(Size::Bytes(planned.plan.ram / 8 * 7));
-                    tracing::warn!("{e}; placing fewer experts in host memory");
-                }
-                None => return Err(e.into()),
-            },
-            Err(e) => return Err(e.into()),
-        }
-    }
-    unreachable!("the loop ends at a model or an error")
-}
-
-/// Whether memory ran out: the device's, or else the host's.
-fn out_of_memory(error: &ModelError) -> Option<bool> {
-    let ModelError::Place { source, .. } = error else {
-        return None;
-    };
-    match source.downcast_ref::<KernelError>()? {
-        KernelError::Device(DeviceError::OutOfMemory { .. }) => Some(true),
-        KernelError::Device(DeviceError::HostMemory { .. }) => Some(false),
-        _ => None,
-    }
-}
-
 fn cuda(devices: &[u32]) -> Result<KernelBackend<CudaDevice>, EngineError> {
     let number = devices.first().copied().unwrap_or(0);
     let backend = CudaDevice::new(number)
@@ -776,12 +632,36 @@ fn cpu() -> Result<Cpu, EngineError> {
     })
 }
 
+/// Loads a model whose experts all fit, so it seemed, into the device's memory. Where they do not, and
+/// there is an archive, they are placed by plan, and that is said.
+fn on_cuda(
+    load: Load<'_>,
+    backend: KernelBackend<CudaDevice>,
+    options: &Options,
+    progress: &mut impl FnMut(usize, usize),
+) -> Result<Box<dyn Engine>, EngineError> {
+    let (dir, coded) = (load.dir, load.source.coded().is_some());
+    match load.on(backend, true, progress) {
+        Err(EngineError::Model(e)) if coded && placed::out_of_memory(&e) == Some(true) => {
+            tracing::warn!("{e}; placing experts by plan");
+            let devices = cuda_devices(&options.devices).map_err(|e| unusable("cuda", e))?;
+            let request = Request {
+                positions: options.positions,
+                ..Request::default()
+            };
+            open_placed(devices, dir, options, &request, progress)
+        }
+        other => other,
+    }
+}
+
 struct Load<'a> {
     dir: &'a Path,
     config: Config,
     source: Source,
     form: Form,
-    progress: &'a mut dyn FnMut(usize),
+    /// Loaded with each layer.
+    bytes: &'a [u64],
 }
 
 impl Load<'_> {
@@ -789,14 +669,16 @@ impl Load<'_> {
         self,
         backend: B,
         gpu: bool,
+        progress: &mut impl FnMut(usize, usize),
     ) -> Result<Box<dyn Engine>, EngineError> {
+        let all = self.bytes.last().copied().unwrap_or(0) as usize;
         let model = Model::load(
             backend,
             self.dir,
             self.config,
             &self.source,
             self.form,
-            self.progress,
+            |done| progress(self.bytes[done - 1] as usize, all),
         )?;
         Ok(Box::new(Loaded {
             model,

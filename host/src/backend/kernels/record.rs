@@ -58,7 +58,7 @@ impl<D: Device> KernelBackend<D> {
                 timelines,
             })),
             // Launches by themselves need less.
-            Err(KernelError::Device(e @ DeviceError::OutOfMemory { .. })) => {
+            Err(KernelError::Device(e)) if e.is_out_of_memory() => {
                 refuse(e);
                 Ok(None)
             }

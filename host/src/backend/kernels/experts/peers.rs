@@ -165,6 +165,14 @@ impl<D: Device> KernelBackend<D> {
         Ok(())
     }
 
+    /// After a failure: what all devices were given ends, before memory of it is given back.
+    pub fn settle_all(&self) {
+        for backend in std::iter::once(self).chain(self.peers()) {
+            // The failure that is known is the one to tell of.
+            let _ = backend.device().synchronize();
+        }
+    }
+
     /// After a failure: what the others were given ends before any memory of it is given back.
     pub(super) fn settle<T>(&self, result: Result<T>) -> Result<T> {
         if result.is_err() {

@@ -1,0 +1,365 @@
+//! A model whose experts are placed by plan, and what becomes of it where memory runs out.
+//!
+//! A plan counts what is allocated in real sizes, but others may use the device too, and drivers have
+//! needs of their own. So where an allocation is refused, while the model is loaded or later, it is placed
+//! anew by a plan with an eighth less of that memory for experts, which is said; the dense part stays where
+//! it is. Later the sequence's tokens go through the new one first. No result changes by a bit.
+
+use std::path::{Path, PathBuf};
+
+use super::{Engine, EngineError, Loaded, Options, Placement, Repin, exchanges, unusable};
+use crate::archive::Archive;
+use crate::backend::kernels::{Device, DeviceError, KernelBackend, KernelError};
+use crate::backend::split::Split;
+use crate::model::{Config, Model, ModelError, Source, Wanted, bytes_to_load};
+use crate::placement::calibrate::Calibration;
+use crate::placement::request::{Planned, Request, Size};
+use crate::placement::{self, Profile};
+use crate::trace::Trace;
+
+/// Smaller plans that are made before a refused allocation is an error.
+const PLANS: usize = 3;
+
+/// Rates of each device. The fastest at the dense part comes first, where it is 5% faster or more.
+fn rates_of<D: crate::backend::kernels::Device + Clone + 'static>(
+    devices: &mut [(D, u64)],
+    request: &Request,
+    archive: &Archive,
+    dir: &Path,
+    config: &Config,
+) -> Result<Vec<Calibration>, EngineError> {
+    let mut rates = Vec::with_capacity(devices.len());
+    for (device, _) in devices.iter() {
+        let backend = KernelBackend::new(device.clone()).map_err(|e| unusable("cuda", e))?;
+        rates.push(request.rates(&backend, archive, dir, config)?.0);
+    }
+    let dense = |i: usize| rates[i].rates.dense;
+    let fastest = (0..rates.len()).min_by(|a, b| dense(*a).total_cmp(&dense(*b)));
+    if let Some(fastest) = fastest.filter(|i| dense(*i) < 0.95 * dense(0)) {
+        rates.swap(0, fastest);
+        devices.swap(0, fastest);
+    }
+    if request.rates.is_none() {
+        exchanges(devices, &mut rates, config)?;
+    }
+    Ok(rates)
+}
+
+/// Which memory ran out.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Memory {
+    Device,
+    Host,
+}
+
+/// A model by plan.
+struct Placed<D: Device> {
+    devices: Vec<(D, u64)>,
+    dir: PathBuf,
+    options: Options,
+    request: Request,
+    rates: Option<Vec<Calibration>>,
+    /// Smaller plans so far.
+    plans: usize,
+    /// What the model was loaded by.
+    planned: Option<Planned>,
+    /// None only while there is no other model yet in the place of one.
+    loaded: Option<Loaded<KernelBackend<D>>>,
+    /// Tokens of the sequence.
+    ids: Vec<u32>,
+    /// Routing in the routers' place.
+    replayed: Option<Trace>,
+}
+
+/// Plans tiers for the experts of directory `dir` on `devices`, of whose memory so many bytes are free
+/// each, and loads the model. Where memory runs out all the same, a smaller plan is made, and said.
+pub fn open_placed<D: Device + Clone + 'static>(
+    devices: Vec<(D, u64)>,
+    dir: &Path,
+    options: &Options,
+    request: &Request,
+    progress: &mut impl FnMut(usize, usize),
+) -> Result<Box<dyn Engine>, EngineError> {
+    let mut placed = Placed {
+        devices,
+        dir: dir.into(),
+        options: options.clone(),
+        request: Request {
+            moving: options.repin > 0,
+            ..request.clone()
+        },
+        rates: None,
+        plans: 0,
+        planned: None,
+        loaded: None,
+        ids: Vec::new(),
+        replayed: None,
+    };
+    placed.load(progress)?;
+    Ok(Box::new(placed))
+}
+
+impl<D: Device + Clone + 'static> Placed<D> {
+    fn loaded(&self) -> &Loaded<KernelBackend<D>> {
+        self.loaded.as_ref().expect("open loads it, or has failed")
+    }
+
+    fn loaded_mut(&mut self) -> &mut Loaded<KernelBackend<D>> {
+        self.loaded.as_mut().expect("open loads it, or has failed")
+    }
+
+    /// Loads the model by the request, or by as many smaller ones as are left.
+    fn load(&mut self, progress: &mut impl FnMut(usize, usize)) -> Result<(), EngineError> {
+        loop {
+            match self.attempt(progress) {
+                Ok(loaded) => {
+                    self.loaded = Some(loaded);
+                    return Ok(());
+                }
+                Err(EngineError::Model(e)) => match ran_out(&e) {
+                    Some(memory) if self.shrink(memory) => say(&e, memory),
+                    _ => return Err(e.into()),
+                },
+                Err(e) => return Err(e),
+            }
+        }
+    }
+
+    /// Takes an eighth of what experts had of a memory; false where that was done often enough.
+    fn shrink(&mut self, memory: Memory) -> bool {
+        let Some(planned) = self.planned.as_ref().filter(|_| self.plans < PLANS) else {
+            return false;
+        };
+        match memory {
+            Memory::Device if self.devices.len() > 1 => {
+                self.request.vram = Some(Size::Bytes(planned.vram / 8 * 7));
+            }
+            Memory::Device => {
+                let fixed = planned.fixed.iter().map(|f| f.vram).sum::<u64>();
+                self.request.vram = Some(Size::Bytes(fixed + planned.plan.vram / 8 * 7));
+            }
+            Memory::Host => self.request.ram = Some(Size::Bytes(planned.plan.ram / 8 * 7)),
+        }
+        self.plans += 1;
+        true
+    }
+
+    fn attempt(
+        &mut self,
+        progress: &mut impl FnMut(usize, usize),
+    ) -> Result<Loaded<KernelBackend<D>>, EngineError> {
+        let (dir, options, request) = (&self.dir, &self.options, &self.request);
+        let devices = &mut self.devices;
+        let config = options.config(dir)?;
+        let source = Source::open(dir, &config, options.tier)?;
+        let Some(archive) = source.coded() else {
+            return Err(EngineError::NoTiers {
+                device: "cuda --tier raw",
+            });
+        };
+        let rates = match self.rates.take() {
+            Some(found) => found,
+            None => rates_of(devices, request, archive, dir, &config)?,
+        };
+        let others: Vec<(Calibration, u64)> = (rates[1..].iter().cloned())
+            .zip(devices[1..].iter().map(|(_, free)| *free))
+            .collect();
+        let (first, free) = (rates[0].clone(), devices[0].1);
+        self.rates = Some(rates);
+        let planned = request.plan_devices(dir, &config, archive, first, free, &others)?;
+        let planned = self.planned.insert(planned);
+        let staged = placement::staged(config.router.top_k);
+        let Some((source, direct)) = source.tiered(
+            planned.plan.tiers.clone(),
+            planned.plan.devices.clone(),
+            staged,
+            request.moving,
+        )?
+        else {
+            return Err(EngineError::NoTiers { device: "cuda" });
+        };
+        let bytes = bytes_to_load(dir, &config, &source)?;
+        let all = bytes.last().copied().unwrap_or(0) as usize;
+        let on_disk = planned.plan.table[placement::Tier::DiskAns as usize].experts;
+        if on_disk > 0 && !direct {
+            tracing::warn!(
+                "the file system takes no direct reads: experts are read through its cache"
+            );
+        }
+        let others = devices[1..].iter().map(|(d, _)| d.clone()).collect();
+        let backend = KernelBackend::over(devices[0].0.clone(), others);
+        let backend = backend.map_err(|e| unusable("cuda", e))?;
+        let model = Model::load(backend, dir, config, &source, options.form, |done| {
+            progress(bytes[done - 1] as usize, all);
+        })?;
+        // The caches too, while there is another plan to make.
+        let wanted = options.wanted();
+        let session = model.session(request.positions.max(options.positions), wanted);
+        let session = session.map_err(|e| ModelError::Place {
+            what: "the KV cache".into(),
+            source: Box::new(e),
+        })?;
+        Ok(Loaded {
+            model,
+            session: Some((session, wanted)),
+            form: options.form,
+            gpu: true,
+            plan: Some(planned.plan.clone()),
+            repin: request.moving.then_some(Repin {
+                most: options.repin,
+                failed: false,
+            }),
+        })
+    }
+
+    /// Does something with the model. Where memory runs out, that is said, and done again with a model by a
+    /// smaller plan and with the same tokens.
+    fn with<T>(
+        &mut self,
+        mut work: impl FnMut(&mut Loaded<KernelBackend<D>>) -> Result<T, EngineError>,
+    ) -> Result<T, EngineError> {
+        loop {
+            let error = match work(self.loaded_mut()) {
+                Err(EngineError::Backend { device, source }) => (device, source),
+                other => return other,
+            };
+            let (device, source) = error;
+            let memory = match source.downcast_ref::<KernelError>().and_then(lacks) {
+                Some(memory) if self.shrink(memory) => memory,
+                _ => return Err(EngineError::Backend { device, source }),
+            };
+            say(&*source, memory);
+            self.load_again()?;
+        }
+    }
+
+    /// A model in the place of one that is given back first.
+    fn load_again(&mut self) -> Result<(), EngineError> {
+        let Some(before) = self.loaded.take() else {
+            return Ok(());
+        };
+        let (usage, trace) = (before.model.usage(), before.model.trace());
+        let session = before.session.as_ref();
+        let session = session.map(|(session, wanted)| (session.capacity(), *wanted));
+        // A pass that has failed leaves work behind that uses the memory.
+        before.model.backend().settle_all();
+        drop(before);
+        self.load(&mut |_, _| ())?;
+        let (ids, replayed) = (self.ids.clone(), self.replayed.clone());
+        if let Some(trace) = &replayed {
+            self.loaded_mut().replay(trace)?;
+        }
+        if let Some((capacity, wanted)) = session {
+            self.with(|loaded| {
+                loaded.begin(capacity, wanted)?;
+                if !ids.is_empty() {
+                    loaded.forward(&ids, Wanted::None)?;
+                }
+                Ok(())
+            })?;
+        }
+        // Not before: the tokens were counted when they came. (Usage has what a pass that failed had counted.)
+        self.loaded().model.restore(usage, trace);
+        Ok(())
+    }
+}
+
+fn say(error: &dyn std::fmt::Display, memory: Memory) {
+    let memory = match memory {
+        Memory::Device => "device",
+        Memory::Host => "host",
+    };
+    tracing::warn!("{error}; placing fewer experts in {memory} memory");
+}
+
+/// The memory that a back end's error is about.
+fn lacks(error: &KernelError) -> Option<Memory> {
+    match error {
+        KernelError::Device(DeviceError::HostMemory { .. }) => Some(Memory::Host),
+        KernelError::Device(e) if e.is_out_of_memory() => Some(Memory::Device),
+        _ => None,
+    }
+}
+
+/// The memory that loading ran out of.
+fn ran_out(error: &ModelError) -> Option<Memory> {
+    let ModelError::Place { source, .. } = error else {
+        return None;
+    };
+    source.downcast_ref::<KernelError>().and_then(lacks)
+}
+
+/// Whether loading ran out of memory: the device's, or else the host's.
+pub(super) fn out_of_memory(error: &ModelError) -> Option<bool> {
+    ran_out(error).map(|memory| memory == Memory::Device)
+}
+
+impl<D: Device + Clone + 'static> Engine for Placed<D> {
+    fn config(&self) -> &Config {
+        self.loaded().config()
+    }
+
+    fn placement(&self) -> Placement {
+        self.loaded().placement()
+    }
+
+    fn rounded(&self) -> usize {
+        self.loaded().rounded()
+    }
+
+    fn begin(&mut self, capacity: usize, wanted: Wanted) -> Result<(), EngineError> {
+        self.ids.clear();
+        self.request.positions = self.request.positions.max(capacity);
+        self.with(|loaded| loaded.begin(capacity, wanted))
+    }
+
+    fn resume(&mut self, tokens: usize, capacity: usize, wanted: Wanted) -> bool {
+        let resumed = self.loaded_mut().resume(tokens, capacity, wanted);
+        if resumed {
+            self.ids.truncate(tokens);
+        }
+        resumed
+    }
+
+    fn forward(&mut self, ids: &[u32], wanted: Wanted) -> Result<Vec<f32>, EngineError> {
+        let logits = self.with(|loaded| loaded.forward(ids, wanted))?;
+        self.ids.extend_from_slice(ids);
+        Ok(logits)
+    }
+
+    fn draft(&mut self, next: u32, n: usize) -> Result<Vec<u32>, EngineError> {
+        self.with(|loaded| loaded.draft(next, n))
+    }
+
+    fn roll_back(&mut self, n: usize) {
+        self.loaded_mut().roll_back(n);
+        self.ids.truncate(self.ids.len().saturating_sub(n));
+    }
+
+    fn split(&mut self, ids: &[u32]) -> Result<Option<Split>, EngineError> {
+        let split = self.with(|loaded| loaded.split(ids))?;
+        self.ids.extend_from_slice(ids);
+        Ok(split)
+    }
+
+    fn record_usage(&mut self) {
+        self.loaded_mut().record_usage();
+    }
+
+    fn usage(&self) -> Option<Profile> {
+        self.loaded().usage()
+    }
+
+    fn record_trace(&mut self) {
+        self.loaded_mut().record_trace();
+    }
+
+    fn trace(&self) -> Option<Trace> {
+        self.loaded().trace()
+    }
+
+    fn replay(&mut self, trace: &Trace) -> Result<(), EngineError> {
+        self.replayed = Some(trace.clone());
+        self.with(|loaded| loaded.replay(trace))
+    }
+}

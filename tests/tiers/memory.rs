@@ -1,0 +1,164 @@
+//! Memory that runs out while a model runs, and on a real device: a model by a smaller plan goes on with
+//! the same bits.
+
+use host::engine::{Engine, EngineError};
+
+use super::*;
+
+/// Experts in device memory.
+fn inside(engine: &dyn Engine) -> usize {
+    let tiers = engine.placement().tiers;
+    let vram = tiers.iter().filter(|t| t.tier.starts_with("vram"));
+    vram.map(|t| t.experts).sum()
+}
+
+/// Logits of a prompt, a token, and many more.
+fn logits(engine: &mut dyn Engine, ids: &[u32]) -> Result<Vec<Vec<f32>>, EngineError> {
+    engine.begin(ids.len() + 1, Wanted::Last)?;
+    let mut all = Vec::new();
+    for part in [&ids[..5], &ids[5..6], &ids[6..], &ids[..1]] {
+        all.push(engine.forward(part, Wanted::Last)?);
+    }
+    Ok(all)
+}
+
+/// Scratch of many tokens that is refused: the sequence goes on in a model by a smaller plan, with what was
+/// noted of it so far.
+#[test]
+fn a_smaller_plan_takes_over_while_the_model_runs() {
+    let dir = tempfile::tempdir().unwrap();
+    let model = model(ScaleKind::Row);
+    let ids: Vec<u32> = (0..60).map(|i| (i * 37 + 11) % 250).collect();
+    let mut whole = engine::open(&model, options(), |_, _| ()).unwrap();
+    whole.record_trace();
+    let expected = logits(whole.as_mut(), &ids).unwrap();
+    let all = request(dir.path(), fixed(dir.path()) + (8 << 20), 1 << 30);
+    let open = |device: &MockDevice<EmulatedDevice>| {
+        let devices = vec![(device.clone(), 1 << 40)];
+        engine::open_placed(devices, &model, &options(), &all, &mut |_, _| ()).unwrap()
+    };
+    // Measured: what loading takes, and what the tokens take beside it.
+    let free = MockDevice::new(EmulatedDevice::default(), Faults::default());
+    let mut engine = open(&free);
+    let loading = free.done().peak.load(Relaxed);
+    assert!(logits(engine.as_mut(), &ids).unwrap() == expected);
+    let running = free.done().peak.load(Relaxed);
+    assert!(loading < running, "{loading} {running}");
+    let before = inside(engine.as_ref());
+    let faults = Faults {
+        memory: Some(running - 1),
+        ..Faults::default()
+    };
+    let device = MockDevice::new(EmulatedDevice::default(), faults);
+    let mut engine = open(&device);
+    assert_eq!(inside(engine.as_ref()), before);
+    engine.record_trace();
+    engine.record_usage();
+    assert!(logits(engine.as_mut(), &ids).unwrap() == expected);
+    assert!(inside(engine.as_ref()) < before, "{}", engine.placement());
+    assert_eq!(engine.trace(), whole.trace());
+    assert_eq!(engine.usage().unwrap().tokens(), 61.0);
+    // From here on it is as any other.
+    engine.roll_back(2);
+    whole.roll_back(2);
+    let again = engine.forward(&[3, 4], Wanted::Last).unwrap();
+    assert!(again == whole.forward(&[3, 4], Wanted::Last).unwrap());
+    assert!(logits(engine.as_mut(), &ids).unwrap() == expected);
+    drop(engine);
+    assert_eq!(device.done().allocated.load(Relaxed), 0);
+    // Where nothing helps, the error is the device's.
+    let faults = Faults {
+        memory: Some(loading + 1000),
+        ..Faults::default()
+    };
+    let device = MockDevice::new(EmulatedDevice::default(), faults);
+    let mut engine = open(&device);
+    let mut little = vec![0; 1];
+    let error = loop {
+        little.extend_from_slice(&ids);
+        if little.len() > 2000 {
+            break None;
+        }
+        match logits(engine.as_mut(), &little) {
+            Ok(_) => (),
+            Err(e) => break Some(e),
+        }
+    };
+    let error = error.expect("a KV cache grows past everything").to_string();
+    assert!(error.contains("out of memory"), "{error}");
+}
+
+/// The same on a GPU, most of whose memory is taken: first while the model is loaded, then by a prompt.
+#[test]
+fn refused_allocations_on_cuda() {
+    let device = match CudaDevice::new(0) {
+        Ok(device) => device,
+        Err(e) => {
+            assert!(std::env::var_os("ANSATZ_REQUIRE_CUDA").is_none(), "{e}");
+            return eprintln!("skipped: {e}");
+        }
+    };
+    let dir = tempfile::tempdir().unwrap();
+    let model = dir.path().join("model");
+    // Dense part 0.8 GB, experts 1.8 GB, of which the file has 4 of a layer.
+    let synthetic = synth::Options {
+        shape: Shape::Glm47Flash,
+        layers: Some(9),
+        distinct: 4,
+        scales: ScaleKind::Row,
+        seed: 5,
+        skew: None,
+        hot: 0.0,
+        target: None,
+        dense: DenseFormat::Int8Row,
+        tokenizer: None,
+    };
+    synthesise(&synthetic, &model, |_, _, _| ()).unwrap();
+    let options = Options {
+        device: engine::Device::Cuda,
+        positions: 320,
+        ..options()
+    };
+    // The plan believes in memory that is not there.
+    let request = Request {
+        positions: 320,
+        tiers: Some(vec![Tier::VramAns, Tier::RamAns]),
+        ..request(dir.path(), 16 << 30, 8 << 30)
+    };
+    let open = || {
+        let devices = vec![(CudaDevice::new(0).unwrap(), 32 << 30)];
+        engine::open_placed(devices, &model, &options, &request, &mut |_, _| ()).unwrap()
+    };
+    let ids: Vec<u32> = (0..300).map(|i| i * 97 + 11).collect();
+    let free = || device.free_bytes().unwrap();
+    let before = free();
+    let mut engine = open();
+    let used = before - free();
+    let all = inside(engine.as_ref());
+    assert_eq!(all, 8 * 64);
+    let expected = logits(engine.as_mut(), &ids).unwrap();
+    drop(engine);
+    assert!(used > 2 << 30, "{used} bytes used");
+    let most = free() - (used - (64 << 20));
+    println!("{used} bytes used, {most} of {} taken", free());
+    let taken = device.allocate(most as usize).unwrap();
+    let mut engine = open();
+    let loaded = inside(engine.as_ref());
+    assert!(loaded < all, "{}", engine.placement());
+    assert!(logits(engine.as_mut(), &ids[..7]).is_ok());
+    // What is left, for a prompt to run out of.
+    let mut rest = Vec::new();
+    let mut size = 1usize << 30;
+    while size >= 2 << 20 {
+        match device.allocate(size) {
+            Ok(memory) => rest.push(memory),
+            Err(DeviceError::OutOfMemory { .. }) => size /= 2,
+            Err(e) => panic!("{e}"),
+        }
+    }
+    assert!(logits(engine.as_mut(), &ids).unwrap() == expected);
+    let running = inside(engine.as_ref());
+    println!("{all} experts in device memory, {loaded} loaded, {running} left by the prompt");
+    assert!(running < loaded, "{}", engine.placement());
+    drop((taken, rest));
+}
