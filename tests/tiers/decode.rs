@@ -21,7 +21,7 @@ fn trace(dir: &Path) -> std::path::PathBuf {
 }
 
 /// Budgets, and rates with which two devices are faster than one.
-fn spread(dir: &Path, vram: u64, ram: u64) -> Request {
+pub fn spread(dir: &Path, vram: u64, ram: u64) -> Request {
     let rates = dir.join("spread.json");
     let text = RATES
         .replace(
@@ -87,7 +87,7 @@ fn placements_on_several_devices_are_compared() {
         let mut command = host(&[&"bench", &"decode", &"-m", &model, &"--replay", &file]);
         command.args(["--device", "emulator", "--devices", "0,1"]);
         command.args(["--tokens", "2", "--warmup", "1", "--split", split]);
-        command.args(["--a", &budget, "--b", &raw]);
+        command.args(["--prompt", "3", "--a", &budget, "--b", &raw]);
         command
     };
     let done = decode("2").arg("--json").assert().success();
@@ -118,8 +118,10 @@ fn placements_on_several_devices_are_compared() {
     assert_eq!(found["b"]["load_s"].as_array().unwrap().len(), 1);
     // Everything fits the two devices, so that a token is one recording.
     check(&found["a"]["split"], 2, 1);
+    // A prompt is launched as it comes.
+    check(&found["a"]["prompt"], 2, 0);
     decode("1").assert().success().stdout(
-        contains("in parts: ")
+        contains("a prompt in parts: ")
             .and(contains("between devices"))
             .and(contains("experts ")),
     );
@@ -153,7 +155,7 @@ fn tokens_are_split_into_parts() {
         engine.begin(16, Wanted::Last).unwrap();
         let plain = engine.forward(&ids, Wanted::Last).unwrap();
         engine.begin(16, Wanted::Last).unwrap();
-        let split = engine.split(&ids[..3]).unwrap().unwrap();
+        let split = engine.split(&ids[..3], 1).unwrap().unwrap();
         // What follows is recorded anew, without events.
         assert!(engine.forward(&ids[3..], Wanted::Last).unwrap() == plain);
         split
@@ -180,7 +182,7 @@ fn tokens_are_split_into_parts() {
     };
     let mut engine = engine::open(&model, cpu, |_, _| ()).unwrap();
     engine.begin(4, Wanted::Last).unwrap();
-    assert_eq!(engine.split(&ids).unwrap(), None);
+    assert_eq!(engine.split(&ids, 1).unwrap(), None);
 }
 
 /// A recorded token keeps what its layers choose on the device; layers with experts elsewhere are noted as

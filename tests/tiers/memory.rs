@@ -88,6 +88,39 @@ fn a_smaller_plan_takes_over_while_the_model_runs() {
     assert!(error.contains("out of memory"), "{error}");
 }
 
+/// Of two devices the one that is refused memory gets fewer experts.
+#[test]
+fn only_the_device_that_is_short_gets_less() {
+    let dir = tempfile::tempdir().unwrap();
+    let model = model(ScaleKind::Row);
+    let ids: Vec<u32> = (0..20).collect();
+    let mut whole = engine::open(&model, options(), |_, _| ()).unwrap();
+    let expected = logits(whole.as_mut(), &ids).unwrap();
+    let all = decode::spread(dir.path(), fixed(dir.path()) + (8 << 20), 1 << 30);
+    let open = |other: Option<usize>| {
+        let device = |name, memory| {
+            let faults = Faults {
+                name: Some(name),
+                memory,
+                ..Faults::default()
+            };
+            MockDevice::new(EmulatedDevice::default(), faults)
+        };
+        let devices = [device("one", None), device("two", other)];
+        let given = devices.clone().map(|d| (d, 1 << 40)).into();
+        let opened = engine::open_placed(given, &model, &options(), &all, &mut |_, _| ());
+        let mut engine = opened.unwrap();
+        assert!(logits(engine.as_mut(), &ids).unwrap() == expected);
+        let peaks = devices.map(|d| d.done().peak.load(Relaxed));
+        (engine.placement(), peaks)
+    };
+    let (before, [first, second]) = open(None);
+    assert!(second > 100_000, "{before}");
+    let (after, [more, less]) = open(Some(second - 1));
+    assert!(more >= first && less < second, "{after}");
+    assert_ne!(before, after);
+}
+
 /// The same on a GPU, most of whose memory is taken: first while the model is loaded, then by a prompt.
 #[test]
 fn refused_allocations_on_cuda() {

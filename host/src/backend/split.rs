@@ -75,13 +75,16 @@ impl DeviceSplit {
     }
 }
 
-/// Means of some tokens, measured with events between the parts, which take a little time themselves.
+/// Means of some tokens, or passes over several, measured with events between the parts, which take a
+/// little time themselves.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct Split {
     /// Tokens that these are means of.
     pub tokens: usize,
     /// A token, in microseconds, events included.
     pub token_us: f64,
+    /// The one before these, which was recorded, or had to allocate what the others have found.
+    pub first_us: f64,
     /// Its recordings; 0 where each launch was made by itself.
     pub recordings: usize,
     /// Each device; the first has all but some of the experts.
@@ -132,8 +135,13 @@ impl Split {
 impl std::fmt::Display for Split {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let whole = self.token_us.max(f64::MIN_POSITIVE);
-        write!(f, "{:.1} us a token of {}", self.token_us, self.tokens)?;
-        write!(f, ", {} recordings; MB a token: ", self.recordings)?;
+        write!(f, "{:.1} us, mean of {}", self.token_us, self.tokens)?;
+        write!(
+            f,
+            ", the first {:.1}, {} recordings",
+            self.first_us, self.recordings
+        )?;
+        write!(f, "; MB: ")?;
         let mb = |bytes: f64| bytes / 1e6;
         write!(f, "{:.3} between devices, ", mb(self.crossed_bytes))?;
         write!(f, "{:.3} of records from the host; ", mb(self.copied_bytes))?;

@@ -38,14 +38,23 @@ pub struct Amount {
     pub tokens: usize,
     /// Tokens behind a placement's last run that are split into parts.
     pub split: usize,
+    /// Tokens of a prompt that is split likewise behind that, some times.
+    pub prompt: usize,
 }
 
+/// Passes over a prompt that are split into parts, behind one that is not counted.
+const PROMPTS: usize = 3;
+
 impl Amount {
+    fn prompts(&self) -> usize {
+        (PROMPTS + 1) * self.prompt
+    }
+
     /// Positions of a run, and of what is behind the last one.
     pub fn positions(&self) -> usize {
         // The first one is recorded.
         let split = if self.split > 0 { self.split + 1 } else { 0 };
-        self.warmup + self.tokens + split
+        self.warmup + self.tokens + split + self.prompts()
     }
 }
 
@@ -103,6 +112,8 @@ pub struct Summary {
     pub vram_experts: usize,
     /// What some further tokens took where, events between the parts included; none without kernels.
     pub split: Option<Split>,
+    /// The same of passes over a short prompt.
+    pub prompt: Option<Split>,
     /// Experts that changed places in the runs since its last load, where they may.
     pub moved: Option<u64>,
 }
@@ -151,6 +162,7 @@ struct State<'a> {
     load_s: Vec<f64>,
     placement: Option<Placement>,
     split: Option<Split>,
+    prompt: Option<Split>,
 }
 
 /// Any tokens will do, the same in every run.
@@ -166,6 +178,7 @@ impl<'a> State<'a> {
             load_s: Vec::new(),
             placement: None,
             split: None,
+            prompt: None,
         }
     }
 
@@ -207,11 +220,15 @@ impl<'a> State<'a> {
 
     /// Behind a run: further tokens, in parts.
     fn split(&mut self, engine: &mut dyn Engine, amount: Amount) -> Result<(), DecodeError> {
-        if amount.split > 0 {
-            let vocab = engine.config().vocab;
-            let all = amount.warmup + amount.tokens..amount.positions();
-            let ids: Vec<u32> = all.map(|t| token(t, vocab)).collect();
-            self.split = engine.split(&ids)?;
+        let vocab = engine.config().vocab;
+        let ids: Vec<u32> = (0..amount.positions()).map(|t| token(t, vocab)).collect();
+        let (tokens, prompts) = ids.split_at(ids.len() - amount.prompts());
+        let tokens = &tokens[amount.warmup + amount.tokens..];
+        if !tokens.is_empty() {
+            self.split = engine.split(tokens, 1)?;
+        }
+        if amount.prompt > 0 {
+            self.prompt = engine.split(prompts, amount.prompt)?;
         }
         Ok(())
     }
@@ -235,6 +252,7 @@ impl<'a> State<'a> {
             predicted_us,
             moved,
             split: self.split,
+            prompt: self.prompt,
             load_s: self.load_s,
             vram_experts: (tiers.iter())
                 .filter(|t| vram(t.tier))
@@ -323,7 +341,10 @@ impl std::fmt::Display for Summary {
             }
         }
         if let Some(split) = &self.split {
-            write!(f, "\n     in parts: {split}")?;
+            write!(f, "\n     a token in parts: {split}")?;
+        }
+        if let Some(prompt) = &self.prompt {
+            write!(f, "\n     a prompt in parts: {prompt}")?;
         }
         Ok(())
     }

@@ -53,6 +53,9 @@ struct DecodeArgs {
     /// for none
     #[arg(long, value_name = "N", default_value_t = 8)]
     split: usize,
+    /// Tokens of a prompt whose time is split likewise behind that; 0 for none
+    #[arg(long, value_name = "N", default_value_t = 5)]
+    prompt: usize,
     /// GPUs to spread experts over, by number; one given twice is two of them; devices=0+1 in a placement is
     /// that one's
     #[arg(long, value_name = "N,...", value_delimiter = ',', default_value = "0")]
@@ -82,6 +85,7 @@ impl DecodeArgs {
             warmup: self.warmup,
             tokens: self.tokens,
             split: self.split,
+            prompt: self.prompt,
         }
     }
 }
@@ -183,10 +187,11 @@ fn decode(args: &DecodeArgs) -> anyhow::Result<()> {
         let most = config.max_positions;
         anyhow::ensure!(
             args.amount().positions() <= most,
-            "--warmup {}, --tokens {} and --split {}: the model has {most} positions",
+            "--warmup {}, --tokens {}, --split {} and four times --prompt {}: the model has {most} positions",
             args.warmup,
             args.tokens,
-            args.split
+            args.split,
+            args.prompt
         );
         let devices = side.options.devices.len();
         anyhow::ensure!(

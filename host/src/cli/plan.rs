@@ -57,6 +57,7 @@ impl BudgetArgs {
             tiers: (!self.tiers.is_empty()).then(|| self.tiers.clone()),
             positions,
             moving: false,
+            short: Vec::new(),
         }
     }
 }

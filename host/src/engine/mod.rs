@@ -243,12 +243,12 @@ pub trait Engine {
     /// # Panics
     /// If there are not as many.
     fn roll_back(&mut self, n: usize);
-    /// Appends tokens to the sequence one by one and says what those but the first, which is to be
-    /// recorded, took where. None, and nothing done, where the device does not tell.
+    /// Appends tokens to the sequence, so many in a pass, and says what passes but the first one, which
+    /// may be recorded, took where. None, and nothing done, where the device does not tell.
     ///
     /// # Panics
-    /// As [`Engine::forward`].
-    fn split(&mut self, ids: &[u32]) -> Result<Option<Split>, EngineError>;
+    /// As [`Engine::forward`], or if passes have no tokens.
+    fn split(&mut self, ids: &[u32], at_once: usize) -> Result<Option<Split>, EngineError>;
     /// From here on counts which experts are chosen.
     fn record_usage(&mut self);
     /// What was chosen since [`Engine::record_usage`].
@@ -291,18 +291,19 @@ impl<B: LoadExperts> Loaded<B> {
     }
 
     /// [`Engine::split`], while parts are kept.
-    fn split_each(&mut self, ids: &[u32]) -> Result<Split, B::Error> {
+    fn split_each(&mut self, ids: &[u32], at_once: usize) -> Result<Split, B::Error> {
         let (session, _) = self.session.as_mut().expect("begin comes first");
         session.forget_recordings();
         let mut split = Split::default();
-        for (i, id) in ids.iter().enumerate() {
+        for (i, ids) in ids.chunks(at_once).enumerate() {
             self.model.backend().parts()?;
             let start = Instant::now();
-            self.model.forward(session, &[*id], Wanted::Last)?;
+            self.model.forward(session, ids, Wanted::Last)?;
             let seconds = start.elapsed().as_secs_f64();
             let parts = self.model.backend().parts()?;
-            if i > 0 {
-                split.add(seconds, &parts);
+            match i {
+                0 => split.first_us = 1e6 * seconds,
+                _ => split.add(seconds, &parts),
             }
         }
         split.recordings = session.recordings();
@@ -429,11 +430,11 @@ impl<B: LoadExperts> Engine for Loaded<B> {
         session.roll_back(n);
     }
 
-    fn split(&mut self, ids: &[u32]) -> Result<Option<Split>, EngineError> {
+    fn split(&mut self, ids: &[u32], at_once: usize) -> Result<Option<Split>, EngineError> {
         if !self.model.backend().keep_parts(true) {
             return Ok(None);
         }
-        let done = self.split_each(ids);
+        let done = self.split_each(ids, at_once);
         self.model.backend().keep_parts(false);
         if let Some((session, _)) = &mut self.session {
             session.forget_recordings();
@@ -642,7 +643,7 @@ fn on_cuda(
 ) -> Result<Box<dyn Engine>, EngineError> {
     let (dir, coded) = (load.dir, load.source.coded().is_some());
     match load.on(backend, true, progress) {
-        Err(EngineError::Model(e)) if coded && placed::out_of_memory(&e) == Some(true) => {
+        Err(EngineError::Model(e)) if coded && placed::out_of_memory(&e) => {
             tracing::warn!("{e}; placing experts by plan");
             let devices = cuda_devices(&options.devices).map_err(|e| unusable("cuda", e))?;
             let request = Request {

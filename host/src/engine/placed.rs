@@ -46,9 +46,10 @@ fn rates_of<D: crate::backend::kernels::Device + Clone + 'static>(
 }
 
 /// Which memory ran out.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 enum Memory {
-    Device,
+    /// That of a device of this name.
+    Device(String),
     Host,
 }
 
@@ -117,7 +118,7 @@ impl<D: Device + Clone + 'static> Placed<D> {
                     return Ok(());
                 }
                 Err(EngineError::Model(e)) => match ran_out(&e) {
-                    Some(memory) if self.shrink(memory) => say(&e, memory),
+                    Some(memory) if self.shrink(&memory) => say(&e, &memory),
                     _ => return Err(e.into()),
                 },
                 Err(e) => return Err(e),
@@ -126,17 +127,21 @@ impl<D: Device + Clone + 'static> Placed<D> {
     }
 
     /// Takes an eighth of what experts had of a memory; false where that was done often enough.
-    fn shrink(&mut self, memory: Memory) -> bool {
+    fn shrink(&mut self, memory: &Memory) -> bool {
         let Some(planned) = self.planned.as_ref().filter(|_| self.plans < PLANS) else {
             return false;
         };
         match memory {
-            Memory::Device if self.devices.len() > 1 => {
-                self.request.vram = Some(Size::Bytes(planned.vram / 8 * 7));
-            }
-            Memory::Device => {
-                let fixed = planned.fixed.iter().map(|f| f.vram).sum::<u64>();
-                self.request.vram = Some(Size::Bytes(fixed + planned.plan.vram / 8 * 7));
+            Memory::Device(name) => {
+                self.request.short.resize(self.devices.len(), 0);
+                let each = self.request.short.iter_mut().zip(&self.devices);
+                let plans = planned.room.iter().zip(&planned.plan.vram_of);
+                for ((short, (device, _)), (room, taken)) in each.zip(plans) {
+                    // Two devices of one GPU have one name, and one memory.
+                    if device.describe() == *name {
+                        *short += room.saturating_sub(taken / 8 * 7);
+                    }
+                }
             }
             Memory::Host => self.request.ram = Some(Size::Bytes(planned.plan.ram / 8 * 7)),
         }
@@ -225,10 +230,10 @@ impl<D: Device + Clone + 'static> Placed<D> {
             };
             let (device, source) = error;
             let memory = match source.downcast_ref::<KernelError>().and_then(lacks) {
-                Some(memory) if self.shrink(memory) => memory,
+                Some(memory) if self.shrink(&memory) => memory,
                 _ => return Err(EngineError::Backend { device, source }),
             };
-            say(&*source, memory);
+            say(&*source, &memory);
             self.load_again()?;
         }
     }
@@ -264,19 +269,23 @@ impl<D: Device + Clone + 'static> Placed<D> {
     }
 }
 
-fn say(error: &dyn std::fmt::Display, memory: Memory) {
-    let memory = match memory {
-        Memory::Device => "device",
-        Memory::Host => "host",
-    };
-    tracing::warn!("{error}; placing fewer experts in {memory} memory");
+fn say(error: &dyn std::fmt::Display, memory: &Memory) {
+    match memory {
+        Memory::Device(_) => tracing::warn!("{error}; placing fewer experts in its memory"),
+        Memory::Host => tracing::warn!("{error}; placing fewer experts in host memory"),
+    }
 }
 
 /// The memory that a back end's error is about.
 fn lacks(error: &KernelError) -> Option<Memory> {
     match error {
         KernelError::Device(DeviceError::HostMemory { .. }) => Some(Memory::Host),
-        KernelError::Device(e) if e.is_out_of_memory() => Some(Memory::Device),
+        KernelError::Device(e) if e.is_out_of_memory() => match e {
+            DeviceError::OutOfMemory { device, .. } | DeviceError::Driver { device, .. } => {
+                Some(Memory::Device(device.clone()))
+            }
+            _ => None,
+        },
         _ => None,
     }
 }
@@ -289,9 +298,9 @@ fn ran_out(error: &ModelError) -> Option<Memory> {
     source.downcast_ref::<KernelError>().and_then(lacks)
 }
 
-/// Whether loading ran out of memory: the device's, or else the host's.
-pub(super) fn out_of_memory(error: &ModelError) -> Option<bool> {
-    ran_out(error).map(|memory| memory == Memory::Device)
+/// Whether loading ran out of device memory.
+pub(super) fn out_of_memory(error: &ModelError) -> bool {
+    matches!(ran_out(error), Some(Memory::Device(_)))
 }
 
 impl<D: Device + Clone + 'static> Engine for Placed<D> {
@@ -336,8 +345,8 @@ impl<D: Device + Clone + 'static> Engine for Placed<D> {
         self.ids.truncate(self.ids.len().saturating_sub(n));
     }
 
-    fn split(&mut self, ids: &[u32]) -> Result<Option<Split>, EngineError> {
-        let split = self.with(|loaded| loaded.split(ids))?;
+    fn split(&mut self, ids: &[u32], at_once: usize) -> Result<Option<Split>, EngineError> {
+        let split = self.with(|loaded| loaded.split(ids, at_once))?;
         self.ids.extend_from_slice(ids);
         Ok(split)
     }

@@ -79,6 +79,8 @@ pub struct Request {
     /// Whether experts are to change places later: each record then takes what the largest of its layer
     /// does.
     pub moving: bool,
+    /// Bytes that each device has less for experts than its budget says, because they were refused.
+    pub short: Vec<u64>,
 }
 
 /// Why nothing was planned.
@@ -199,6 +201,8 @@ pub struct Planned {
     pub fixed: Vec<Fixed>,
     /// Device memory in all.
     pub vram: u64,
+    /// What was left for experts on each device.
+    pub room: Vec<u64>,
 }
 
 /// The profile asked for, else the one beside the model, else none; it is checked against the model.
@@ -319,8 +323,9 @@ impl Request {
             return Err(RequestError::NoRoom { vram, taken });
         }
         let memory = available();
+        let short = |device: usize| self.short.get(device).copied().unwrap_or(0);
         let budget = Budget {
-            vram: vram - taken,
+            vram: (vram - taken).saturating_sub(short(0)),
             ram: self.ram.map_or(memory / 5 * 4, |s| s.of(memory)),
             vram_granule: 2 << 20,
             ram_granule: 4096,
@@ -333,14 +338,14 @@ impl Request {
         };
         // Another device has activations of its experts and a budget, no dense part and no stage.
         let own = memory::activations(config, self.positions);
-        let peers: Vec<Peer> = (others.iter())
-            .map(|(found, free)| {
+        let peers: Vec<Peer> = (others.iter().zip(1..))
+            .map(|((found, free), device)| {
                 let rates = &found.rates;
                 let vram = self
                     .vram
                     .map_or(free.saturating_sub(RESERVE), |s| s.of(*free));
                 Peer {
-                    vram: vram.saturating_sub(own),
+                    vram: vram.saturating_sub(own + short(device)),
                     hot: rates.hot,
                     ans: rates.ans,
                     plane3: rates.plane3,
@@ -373,6 +378,9 @@ impl Request {
             drafts.then(|| Speculation::of(config, &model.layers, &plan, &calibration.rates))
         };
         Ok(Planned {
+            room: std::iter::once(budget.vram)
+                .chain(peers.iter().map(|p| p.vram))
+                .collect(),
             speculation: of(drafts),
             plan,
             calibration,

@@ -12,6 +12,8 @@ use super::table::KernelFn;
 /// What a [`MockDevice`] does wrong.
 #[derive(Clone, Debug, Default)]
 pub struct Faults {
+    /// What it is called, where that matters.
+    pub name: Option<&'static str>,
     /// Bytes that can be allocated at a time, in units of [`Faults::granule`]; no limit by default.
     pub memory: Option<usize>,
     /// Bytes of host memory that can be pinned at a time.
@@ -133,7 +135,10 @@ impl<D: Device> Device for MockDevice<D> {
     type Recording = D::Recording;
 
     fn describe(&self) -> String {
-        format!("mock of {}", self.inner.describe())
+        match self.faults.name {
+            Some(name) => name.into(),
+            None => format!("mock of {}", self.inner.describe()),
+        }
     }
 
     fn limits(&self) -> &DeviceLimits {

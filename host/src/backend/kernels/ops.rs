@@ -275,6 +275,10 @@ impl<D: Device> KernelBackend<D> {
             })
         };
         let (faults, position) = (word()?, word()?);
+        // Before there is anything in it that would have to be mapped.
+        others.iter().for_each(|other| {
+            other.reaches(&device);
+        });
         Ok(Self {
             faults,
             position,
