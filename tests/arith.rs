@@ -239,3 +239,15 @@ fn reductions_are_what_the_page_says() {
     }
     assert_eq!(arith::plain::dot(&x, &x).to_bits(), partial[0].to_bits());
 }
+
+/// Against another crate's rounding; half way and one off, for each bf16 number.
+#[test]
+fn to_bf16_rounds_to_nearest_even() {
+    for high in 0..=0xffffu32 {
+        for low in [0, 1, 0x7fff, 0x8000, 0x8001, 0xffff] {
+            let x = f32::from_bits(high << 16 | low);
+            let want = half::bf16::from_f32(x).to_bits();
+            assert_eq!(arith::to_bf16(x), want, "{:#x}", x.to_bits());
+        }
+    }
+}

@@ -10,9 +10,9 @@ use std::path::{Path, PathBuf};
 
 use assert_cmd::Command;
 use host::archive::{Archive, PackOptions, SafetensorsExperts, pack};
-use host::backend::LoadExperts;
 use host::backend::cpu::Cpu;
 use host::backend::reference::Reference;
+use host::backend::{KvFormat, LoadExperts};
 use host::convert::{Options as Conversion, convert};
 use host::engine::{self, Device, Options};
 use host::expert::{Form, ScaleKind};
@@ -181,6 +181,7 @@ fn options(device: Device, speculate: usize) -> Options {
         positions: 128,
         speculate,
         repin: 0,
+        kv: KvFormat::F32,
     }
 }
 
@@ -252,6 +253,32 @@ fn tokens_do_not_depend_on_drafts() {
                 }
             }
         }
+    }
+}
+
+/// The same with caches of bf16, the layer's own too, which change what the tokens are chosen from.
+#[test]
+fn tokens_do_not_depend_on_drafts_in_bf16() {
+    let (_kept, dir) = model("tiny-dsa", Kind::Knowing);
+    let narrow = |device, speculate| Options {
+        kv: KvFormat::Bf16,
+        ..options(device, speculate)
+    };
+    let n = 40;
+    let plain = run(&dir, &narrow(Device::Cpu, 0), &request(0.0, n, 0));
+    let wide = run(&dir, &options(Device::Cpu, 0), &request(0.0, n, 0));
+    assert_ne!(plain.logits, wide.logits);
+    let drafted = run(&dir, &narrow(Device::Cpu, 3), &request(0.0, n, 3));
+    same(&drafted, &plain);
+    assert!(drafted.accepted > 0);
+    let n = 12;
+    let plain = run(&dir, &narrow(Device::Cpu, 0), &request(0.0, n, 0));
+    let mut devices = vec![Device::Emulator, Device::Reference];
+    if suite::cuda().is_ok() {
+        devices.push(Device::Cuda);
+    }
+    for device in devices {
+        same(&run(&dir, &narrow(device, 2), &request(0.0, n, 2)), &plain);
     }
 }
 

@@ -5,9 +5,9 @@ mod support;
 
 use std::path::Path;
 
-use host::backend::LoadExperts;
 use host::backend::cpu::Cpu;
 use host::backend::reference::Reference;
+use host::backend::{KvFormat, LoadExperts};
 use host::engine::{Device, Options};
 use host::eval::{eval, read_ids};
 use host::expert::{Form, ScaleKind};
@@ -214,6 +214,7 @@ fn held_out(dir: &Path, want: f64) {
         positions: 64,
         speculate: 0,
         repin: 0,
+        kv: KvFormat::F32,
     };
     let mut engine = host::engine::open(dir, options, |_, _| ()).unwrap();
     let ids = read_ids(&support::data().join("val.u16")).unwrap();

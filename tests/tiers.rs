@@ -13,7 +13,7 @@ use host::backend::kernels::{
     CudaDevice, Device, DeviceError, EmulatedDevice, Faults, KernelBackend, KernelError, MockDevice,
 };
 use host::backend::reference::Reference;
-use host::backend::{Backend, LayerExperts, LoadExperts, TieredLayer, rows, rows_mut};
+use host::backend::{Backend, KvFormat, LayerExperts, LoadExperts, TieredLayer, rows, rows_mut};
 use host::bench::synth::Rng;
 use host::convert::DenseFormat;
 use host::engine::{self, Options};
@@ -526,6 +526,7 @@ fn options() -> Options {
         positions: 64,
         speculate: 0,
         repin: 0,
+        kv: KvFormat::F32,
     }
 }
 

@@ -88,6 +88,16 @@ pub fn bf16(bits: u16) -> f32 {
     f32::from_bits((bits as u32) << 16)
 }
 
+/// The nearest bf16 number, of two as near the one whose last bit is 0; what is not a number stays so.
+#[inline(always)]
+pub fn to_bf16(x: f32) -> u16 {
+    let bits = x.to_bits();
+    if x.is_nan() {
+        return (bits >> 16) as u16 | 0x40;
+    }
+    ((bits + 0x7fff + (bits >> 16 & 1)) >> 16) as u16
+}
+
 /// `e^x`. Exactly 1 at 0; 0 below -87.3, finite above 88.7 (the argument is clamped); at most
 /// 1.03 ulp from the true value in between (measured over every f32, `tests/arith.rs`).
 ///

@@ -12,6 +12,8 @@
 //!    zeros, 4 adds the two halves of the warp's registers, and 2 and 1 are lanes 16 and 8 apart.
 //!    Sum: a thread takes columns.
 //! 3. [`attention_merge()`] merges the chunks, a thread a column.
+//! 4. Rows of bf16 ([`attention_chunk_bf16()`]) are widened as they are loaded; a thread takes two
+//!    neighbouring columns of the sum then, one word.
 //!
 //! Chunks past a token's count do nothing; the scratch of their partial results is not read.
 
@@ -20,7 +22,7 @@ use cuda_std::mem::{Global, GlobalMut, Slice};
 use cuda_std::shared::Shared;
 use cuda_std::{kernel, shared_array, thread, warp};
 
-use crate::arith::{ATTENTION_CHUNK, exp, fma, max, merge};
+use crate::arith::{ATTENTION_CHUNK, bf16, exp, fma, max, merge};
 use crate::dot::{STEP, fma8, load8, octet, warp_reduce};
 use crate::position::position;
 use crate::unroll;
@@ -34,14 +36,15 @@ pub const HEADS: u32 = 4;
 const H: usize = HEADS as usize;
 const CHUNK: u32 = ATTENTION_CHUNK as u32;
 
-/// Arguments of [`attention_chunk()`] (grid `[chunks, ceil(heads / 4), tokens]`) and of
-/// [`attention_merge()`] (grid `[heads, tokens, 1]`); 256 threads.
+/// Arguments of [`attention_chunk()`] and [`attention_chunk_bf16()`] (grid
+/// `[chunks, ceil(heads / 4), tokens]`) and of [`attention_merge()`] (grid `[heads, tokens, 1]`); 256
+/// threads.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
 pub struct AttentionArgs {
     /// f32 rows of `q_stride`, head `h` at `h * (latent + rope)`.
     pub q: Slice,
-    /// f32 `[positions, latent + rope]`.
+    /// f32, or bf16 of [`attention_chunk_bf16()`], `[positions, latent + rope]`.
     pub cache: Slice,
     /// u32 rows of `top_k` ascending positions; unused where `top_k` is 0.
     pub lists: Slice,
@@ -72,7 +75,7 @@ pub struct AttentionArgs {
     /// Factor of the scores.
     pub scaling: f32,
     /// Whether rows of `q` and the cache start at multiples of 16 bytes and `latent + rope` is a
-    /// multiple of 8.
+    /// multiple of 8; of bf16 `latent` is even besides.
     pub vector: u32,
 }
 
@@ -88,9 +91,68 @@ fn count(args: &AttentionArgs, token: u32) -> u32 {
     }
 }
 
+/// How cache rows are stored.
+trait Entry: Pod {
+    /// Elements `k..k + 8` of a row, as [`load8`].
+    fn load8<const V: bool>(row: Global<Self>, k: u32, cols: u32) -> [f32; 8];
+    /// Elements `c..c + N`; `N` is 1, or 2 where `c` is even and rows start at whole words.
+    fn columns<const N: usize>(row: Global<Self>, c: u32) -> [f32; N];
+}
+
+impl Entry for f32 {
+    #[inline(always)]
+    fn load8<const V: bool>(row: Global<f32>, k: u32, cols: u32) -> [f32; 8] {
+        load8::<V>(row, 0, k, cols)
+    }
+
+    #[inline(always)]
+    fn columns<const N: usize>(row: Global<f32>, c: u32) -> [f32; N] {
+        let mut v = [0.0; N];
+        unroll!(i < N, {
+            v[i] = row.load(c + i as u32);
+        });
+        v
+    }
+}
+
+/// bf16.
+impl Entry for u16 {
+    #[inline(always)]
+    fn load8<const V: bool>(row: Global<u16>, k: u32, cols: u32) -> [f32; 8] {
+        let mut v = [0.0; 8];
+        if V {
+            let words = row.load_v4(k / 2);
+            unroll!(i < 4, {
+                v[2 * i] = f32::from_bits(words[i] << 16);
+                v[2 * i + 1] = f32::from_bits(words[i] & 0xffff_0000);
+            });
+        } else {
+            unroll!(i < 8, {
+                if k + (i as u32) < cols {
+                    v[i] = bf16(row.load(k + i as u32));
+                }
+            });
+        }
+        v
+    }
+
+    #[inline(always)]
+    fn columns<const N: usize>(row: Global<u16>, c: u32) -> [f32; N] {
+        let mut v = [0.0; N];
+        if N == 2 {
+            let word = row.cast::<u32>().load(c / 2);
+            v[0] = f32::from_bits(word << 16);
+            v[N - 1] = f32::from_bits(word & 0xffff_0000);
+        } else {
+            v[0] = bf16(row.load(c));
+        }
+        v
+    }
+}
+
 /// Scores of the block's heads, `score[h * 64 + i]`, by warps.
 #[inline(always)]
-fn scores<const V: bool>(
+fn scores<E: Entry, const V: bool>(
     args: AttentionArgs,
     head0: u32,
     token: u32,
@@ -99,7 +161,7 @@ fn scores<const V: bool>(
     score: Shared<f32>,
 ) {
     // SAFETY: the kernel's caller's: live views, as long as the arguments say.
-    let (q, cache) = unsafe { (Global::<f32>::new(args.q), Global::<f32>::new(args.cache)) };
+    let (q, cache) = unsafe { (Global::<f32>::new(args.q), Global::<E>::new(args.cache)) };
     let lane = warp::lane_id();
     let width = args.latent + args.rope;
     let mut from = [0; H];
@@ -113,7 +175,7 @@ fn scores<const V: bool>(
         let mut p = [[0.0f32; 8]; H];
         let mut k = 8 * lane;
         while k < width {
-            let c = load8::<V>(row, 0, k, width);
+            let c = E::load8::<V>(row, k, width);
             unroll!(h < H, {
                 let x = load8::<V>(q, from[h], k, width);
                 fma8::<V>(&mut p[h], &x, &c, k, width);
@@ -130,29 +192,62 @@ fn scores<const V: bool>(
     }
 }
 
-/// Softmax state and weighted sum of one chunk.
-///
-/// # Safety
-/// The views must be live and as long as [`AttentionArgs`] says.
-#[kernel(threads = 256)]
-pub unsafe fn attention_chunk(args: AttentionArgs) {
-    let position = shared_array![u32; 64];
-    let score = shared_array![f32; 256]; // [heads of the block, 64]
-    // SAFETY: the caller's: live views, as long as the arguments say.
-    let (cache, softmax, partial) = unsafe {
+/// Weighted sums of the block's heads, a thread `N` neighbouring columns at a time.
+#[inline(always)]
+fn sums<E: Entry, const N: usize>(
+    args: AttentionArgs,
+    n: u32,
+    position: Shared<u32>,
+    score: Shared<f32>,
+) {
+    // SAFETY: the kernel's caller's: live views, as long as the arguments say.
+    let (cache, partial) = unsafe {
         (
-            Global::<f32>::new(args.cache),
-            GlobalMut::<f32>::new(args.softmax),
+            Global::<E>::new(args.cache),
             GlobalMut::<f32>::new(args.partial),
         )
     };
+    let (chunk, token) = (thread::block_idx_x(), thread::block_idx_z());
+    let head0 = thread::block_idx_y() * HEADS;
+    let width = args.latent + args.rope;
+    let mut c = N as u32 * thread::thread_idx_x();
+    while c < args.latent {
+        let mut o = [[0.0f32; N]; H];
+        for i in 0..n {
+            let row = cache.at(position.load(i) as u64 * width as u64);
+            let v = E::columns::<N>(row, c);
+            unroll!(h < H, {
+                let p = score.load(h as u32 * CHUNK + i);
+                unroll!(j < N, {
+                    o[h][j] = fma(p, v[j], o[h][j]);
+                });
+            });
+        }
+        unroll!(h < H, {
+            let head = head0 + h as u32;
+            if head < args.heads {
+                let to = (token * args.heads + head) * args.chunks + chunk;
+                let to = partial.at(to as u64 * args.latent as u64);
+                unroll!(j < N, {
+                    to.store(c + j as u32, o[h][j]);
+                });
+            }
+        });
+        c += N as u32 * THREADS;
+    }
+}
 
+/// # Safety
+/// As the kernels'. `position` has 64 elements, `score` `[heads of the block, 64]`.
+#[inline(always)]
+unsafe fn chunk_of<E: Entry>(args: AttentionArgs, position: Shared<u32>, score: Shared<f32>) {
+    // SAFETY: the caller's: live views, as long as the arguments say.
+    let softmax = unsafe { GlobalMut::<f32>::new(args.softmax) };
     let (chunk, token) = (thread::block_idx_x(), thread::block_idx_z());
     let head0 = thread::block_idx_y() * HEADS;
     let t = thread::thread_idx_x();
     let lane = warp::lane_id();
     let warp = warp::warp_id();
-    let width = args.latent + args.rope;
     let listed = count(&args, token);
     if chunk * CHUNK >= listed {
         return;
@@ -172,9 +267,9 @@ pub unsafe fn attention_chunk(args: AttentionArgs) {
     thread::sync_threads();
 
     if args.vector != 0 {
-        scores::<true>(args, head0, token, n, position, score);
+        scores::<E, true>(args, head0, token, n, position, score);
     } else {
-        scores::<false>(args, head0, token, n, position, score);
+        scores::<E, false>(args, head0, token, n, position, score);
     }
     thread::sync_threads();
 
@@ -210,24 +305,35 @@ pub unsafe fn attention_chunk(args: AttentionArgs) {
     }
     thread::sync_threads();
 
-    let mut c = t;
-    while c < args.latent {
-        let mut o = [0.0f32; H];
-        for i in 0..n {
-            let v = cache.at(position.load(i) as u64 * width as u64).load(c);
-            unroll!(h < H, {
-                o[h] = fma(score.load(h as u32 * CHUNK + i), v, o[h]);
-            });
-        }
-        unroll!(h < H, {
-            let head = head0 + h as u32;
-            if head < args.heads {
-                let to = (token * args.heads + head) * args.chunks + chunk;
-                partial.at(to as u64 * args.latent as u64).store(c, o[h]);
-            }
-        });
-        c += THREADS;
+    if size_of::<E>() == 2 && args.vector != 0 {
+        sums::<E, 2>(args, n, position, score);
+    } else {
+        sums::<E, 1>(args, n, position, score);
     }
+}
+
+/// Softmax state and weighted sum of one chunk.
+///
+/// # Safety
+/// The views must be live and as long as [`AttentionArgs`] says.
+#[kernel(threads = 256)]
+pub unsafe fn attention_chunk(args: AttentionArgs) {
+    let position = shared_array![u32; 64];
+    let score = shared_array![f32; 256];
+    // SAFETY: the caller's.
+    unsafe { chunk_of::<f32>(args, position, score) }
+}
+
+/// The same of cache rows of bf16.
+///
+/// # Safety
+/// As [`attention_chunk()`].
+#[kernel(threads = 256)]
+pub unsafe fn attention_chunk_bf16(args: AttentionArgs) {
+    let position = shared_array![u32; 64];
+    let score = shared_array![f32; 256];
+    // SAFETY: the caller's.
+    unsafe { chunk_of::<u16>(args, position, score) }
 }
 
 /// Merges the chunks of a token and head.

@@ -1,6 +1,8 @@
 //! The operators between the experts.
 
-use host::backend::{Attend, Backend, Index, LoadExperts, Mla, Router, Scoring, TraceLayer};
+use host::backend::{
+    Attend, Backend, Cached, Index, LoadExperts, Mla, Router, Scoring, TraceLayer,
+};
 
 use super::{At, Dense, Rng, rows, rows_mut};
 use crate::case;
@@ -256,11 +258,20 @@ pub fn attention<B: LoadExperts>(b: &B) {
                 .iter()
                 .map(|x| x.clamp(-4.0, 4.0))
                 .collect();
+            let narrow: Vec<u16> = cache.iter().map(|x| gpu::arith::to_bf16(*x)).collect();
             let dims = [first, tokens];
             case!(b, format!("attention {mla:?} {dims:?}"), to.len(tokens),
                 [q: Vec<f32>, cache: Vec<f32>, mla: Mla, dims: [usize; 2], from: At, to: At], |be, out| {
                 let (q, cache) = (be.upload(q)?, be.upload(cache)?);
-                be.attention(rows(&q, *from), &cache, Attend::Causal, mla, dims[0], dims[1],
+                let cache = Cached::F32(&cache);
+                be.attention(rows(&q, *from), cache, Attend::Causal, mla, dims[0], dims[1],
+                    rows_mut(out, *to))
+            });
+            case!(b, format!("attention to bf16 {mla:?} {dims:?}"), to.len(tokens),
+                [q: Vec<f32>, narrow: Vec<u16>, mla: Mla, dims: [usize; 2], from: At, to: At], |be, out| {
+                let (q, cache) = (be.upload(q)?, be.upload(narrow)?);
+                let cache = Cached::Bf16(&cache);
+                be.attention(rows(&q, *from), cache, Attend::Causal, mla, dims[0], dims[1],
                     rows_mut(out, *to))
             });
             for top_k in [1, 16, 64, 65, 150] {
@@ -278,10 +289,59 @@ pub fn attention<B: LoadExperts>(b: &B) {
                      dims: [usize; 2], from: At, to: At], |be, out| {
                     let (q, cache, lists) = (be.upload(q)?, be.upload(cache)?, be.upload(lists)?);
                     let attend = Attend::Listed { lists: &lists, top_k: *top_k };
-                    be.attention(rows(&q, *from), &cache, attend, mla, dims[0], dims[1],
+                    be.attention(rows(&q, *from), Cached::F32(&cache), attend, mla, dims[0], dims[1],
+                        rows_mut(out, *to))
+                });
+                if *top_k != 16 && *top_k != 65 {
+                    continue;
+                }
+                case!(b, format!("attention to {top_k} of bf16 {mla:?} {dims:?}"), to.len(tokens),
+                    [q: Vec<f32>, narrow: Vec<u16>, lists: Vec<u32>, top_k: usize, mla: Mla,
+                     dims: [usize; 2], from: At, to: At], |be, out| {
+                    let (q, cache, lists) = (be.upload(q)?, be.upload(narrow)?, be.upload(lists)?);
+                    let attend = Attend::Listed { lists: &lists, top_k: *top_k };
+                    be.attention(rows(&q, *from), Cached::Bf16(&cache), attend, mla, dims[0], dims[1],
                         rows_mut(out, *to))
                 });
             }
+        }
+    }
+}
+
+/// Numbers between two of bf16 and right in the middle, those that are none, and all sizes.
+pub fn narrow<B: LoadExperts>(b: &B) {
+    let mut rng = Rng::fresh();
+    for cols in [1, 64, 127, 128, 129, 576] {
+        for tokens in [0, 1, 2, 7] {
+            let at = At::new(cols, tokens == 2);
+            let mut x = rng.f32s(at.len(tokens));
+            for x in &mut x {
+                let high = (x.to_bits() >> 16) << 16;
+                *x = match rng.below(8) {
+                    0 => f32::from_bits(high | 0x8000),
+                    1 => f32::from_bits(high | 0x8001),
+                    2 => f32::from_bits(high | 0x7fff),
+                    3 => [
+                        f32::NAN,
+                        f32::from_bits(0xff80_0001),
+                        f32::INFINITY,
+                        f32::MAX,
+                    ][rng.below(4)],
+                    _ => *x,
+                };
+            }
+            let dims = [cols, tokens];
+            case!(b, format!("narrow {dims:?}"), at.len(tokens),
+                [x: Vec<f32>, at: At, dims: [usize; 2]], |be, out| {
+                let x = be.upload(x)?;
+                let n = at.len(dims[1]);
+                let mut kept = be.alloc::<u16>(n)?;
+                be.narrow(rows(&x, *at), dims[0], dims[1], rows_mut(&mut kept, *at))?;
+                let mut read = vec![0u16; n];
+                be.read(&kept, 0, &mut read)?;
+                let floats: Vec<f32> = read.into_iter().map(f32::from).collect();
+                be.write(out, 0, &floats)
+            });
         }
     }
 }
@@ -321,6 +381,8 @@ pub fn index<B: LoadExperts>(b: &B) {
     // More positions than the selection takes at a time.
     cases.push(((1, 8), 512, (1022, 3)));
     cases.push(((2, 8), 100, (2050, 2)));
+    // Past the positions that GLM-5.2 lists: the last token that sees no more, and those after it.
+    cases.push(((2, 8), 2048, (2046, 4)));
     // More tokens than a CPU holds scores of at once.
     cases.push(((4, 32), 16, (130, 70)));
     for ((heads, dim), top_k, (first, tokens)) in cases {

@@ -126,6 +126,51 @@ pub enum Attend<'a, B> {
     },
 }
 
+/// How a cache keeps the rows that attention reads.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum KvFormat {
+    /// As they are computed.
+    #[default]
+    F32,
+    /// Each element rounded to bf16 once.
+    Bf16,
+}
+
+impl KvFormat {
+    /// Bytes of an element.
+    pub fn bytes(self) -> usize {
+        match self {
+            KvFormat::F32 => 4,
+            KvFormat::Bf16 => 2,
+        }
+    }
+
+    /// `f32` or `bf16`.
+    pub fn name(self) -> &'static str {
+        match self {
+            KvFormat::F32 => "f32",
+            KvFormat::Bf16 => "bf16",
+        }
+    }
+}
+
+/// A cache's rows, as attention reads them.
+pub enum Cached<'a, B: Backend> {
+    /// f32.
+    F32(&'a B::Buf<f32>),
+    /// bf16 bits.
+    Bf16(&'a B::Buf<u16>),
+}
+
+impl<B: Backend> Clone for Cached<'_, B> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<B: Backend> Copy for Cached<'_, B> {}
+
 /// What a router makes of its logits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Scoring {
@@ -320,6 +365,15 @@ pub trait Backend: Sized {
         out_head: usize,
     ) -> Result<(), Self::Error>;
 
+    /// `out = x` rounded to bf16 ([`gpu::arith::to_bf16`]).
+    fn narrow(
+        &self,
+        x: Rows<'_, Self::Buf<f32>>,
+        cols: usize,
+        tokens: usize,
+        out: RowsMut<'_, Self::Buf<u16>>,
+    ) -> Result<(), Self::Error>;
+
     /// Queries into the latent space: per head,
     /// `out[h][c] = sum over j ascending of fma(q[h][j], kv_b[h * (nope + value) + j][c])`, from +0;
     /// `q[h][j]` is multiplied by the row's scale first (rounded) where there is one.
@@ -337,12 +391,12 @@ pub trait Backend: Sized {
     /// Attention of latent queries `[tokens, heads * (latent + rope)]` to cache rows
     /// `[_, latent + rope]` (row = position): scores `scaling * dot(q, row)`, softmax in chunks of
     /// `gpu::arith::ATTENTION_CHUNK` listed positions, `out[h] = sum p * row[..latent] / sum p`,
-    /// `[tokens, heads * latent]`.
+    /// `[tokens, heads * latent]`. Rows of bf16 are taken as f32.
     #[allow(clippy::too_many_arguments)]
     fn attention(
         &self,
         q: Rows<'_, Self::Buf<f32>>,
-        cache: &Self::Buf<f32>,
+        cache: Cached<'_, Self>,
         attend: Attend<'_, Self::Buf<u32>>,
         mla: &Mla,
         first: usize,

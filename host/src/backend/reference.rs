@@ -12,7 +12,7 @@ use gpu::layout::Folds;
 use thiserror::Error;
 
 use super::{
-    Attend, Backend, Index, LayerExperts, LoadExperts, Mla, Router, Rows, RowsMut, Scoring,
+    Attend, Backend, Cached, Index, LayerExperts, LoadExperts, Mla, Router, Rows, RowsMut, Scoring,
     TraceLayer, Weight,
 };
 use crate::expert::{ExpertShape, Form, MatrixKind, RawMatrix};
@@ -125,6 +125,14 @@ impl<T> RowsMut<'_, Vec<T>> {
 /// bf16 bits widened.
 fn widen(bits: &[u16]) -> Vec<f32> {
     bits.iter().map(|b| arith::bf16(*b)).collect()
+}
+
+/// A row of a cache of rows of `width` elements.
+fn cached_row(cache: Cached<'_, Reference>, position: usize, width: usize) -> Result<Vec<f32>> {
+    Ok(match cache {
+        Cached::F32(rows) => slice(rows, position * width, width)?.to_vec(),
+        Cached::Bf16(rows) => widen(slice(rows, position * width, width)?),
+    })
 }
 
 /// Row `r` of a dense matrix of `cols` columns, as numbers without their scale, and that.
@@ -341,6 +349,22 @@ impl Backend for Reference {
         Ok(())
     }
 
+    fn narrow(
+        &self,
+        x: Rows<'_, Vec<f32>>,
+        cols: usize,
+        tokens: usize,
+        mut out: RowsMut<'_, Vec<u16>>,
+    ) -> Result<()> {
+        for t in 0..tokens {
+            let x = x.row(t, cols)?;
+            for (y, x) in out.row(t, cols)?.iter_mut().zip(x) {
+                *y = arith::to_bf16(*x);
+            }
+        }
+        Ok(())
+    }
+
     fn absorb_query(
         &self,
         q: Rows<'_, Vec<f32>>,
@@ -373,7 +397,7 @@ impl Backend for Reference {
     fn attention(
         &self,
         q: Rows<'_, Vec<f32>>,
-        cache: &Vec<f32>,
+        cache: Cached<'_, Self>,
         attend: Attend<'_, Vec<u32>>,
         mla: &Mla,
         first: usize,
@@ -398,7 +422,7 @@ impl Backend for Reference {
                 for chunk in positions.chunks(arith::ATTENTION_CHUNK) {
                     let rows = chunk
                         .iter()
-                        .map(|p| slice(cache, p * width, width))
+                        .map(|p| cached_row(cache, *p, width))
                         .collect::<Result<Vec<_>>>()?;
                     let scores: Vec<f32> = rows
                         .iter()
@@ -799,7 +823,7 @@ mod tests {
         Reference
             .attention(
                 rows(&q, 4),
-                &cache,
+                Cached::F32(&cache),
                 Attend::Causal,
                 &mla,
                 n - 1,
@@ -826,7 +850,7 @@ mod tests {
         Reference
             .attention(
                 rows(&q, 4),
-                &cache,
+                Cached::F32(&cache),
                 Attend::Listed {
                     lists: &lists,
                     top_k: n,

@@ -6,8 +6,9 @@ use anyhow::Context;
 use clap::{Args, Subcommand, ValueEnum};
 use gpu::layout::Folds;
 
-use super::generate::moves;
+use super::generate::{KvArgs, moves};
 use super::ui::{self, Progress};
+use crate::backend::KvFormat;
 use crate::backend::cpu::Cpu;
 use crate::backend::kernels::{CudaDevice, KernelBackend};
 use crate::bench::decode::{Amount, Side};
@@ -61,8 +62,8 @@ struct DecodeArgs {
     #[arg(long, value_name = "N,...", value_delimiter = ',', default_value = "0")]
     devices: Vec<u32>,
     /// A placement: vram=SIZE, ram=SIZE, tiers=TIER+TIER, tier=raw or ans, kernel=fused or unfused,
-    /// devices=N+N, profile=FILE, rates=FILE, model=DIR, repin=N, with commas between; tier=raw within budgets is
-    /// tiers=vram-hot+ram-raw
+    /// kv=f32 or bf16, devices=N+N, profile=FILE, rates=FILE, model=DIR, repin=N, with commas between;
+    /// tier=raw within budgets is tiers=vram-hot+ram-raw
     #[arg(long, value_name = "PLACEMENT", default_value = "")]
     a: String,
     /// A placement to compare it with
@@ -72,6 +73,8 @@ struct DecodeArgs {
     #[arg(long, value_name = "N", num_args = 0..=1, default_missing_value = "1", default_value = "0",
           hide_default_value = true, value_parser = moves)]
     repin: usize,
+    #[command(flatten)]
+    kv: KvArgs,
     #[arg(long, value_enum, default_value = "cuda")]
     device: DecodeDevice,
     /// Print one JSON object instead of the table
@@ -126,6 +129,7 @@ fn side(text: &str, args: &DecodeArgs) -> anyhow::Result<Side> {
             positions,
             speculate: 0,
             repin: args.repin,
+            kv: args.kv.format(),
         },
     };
     for part in text.split(',').filter(|p| !p.is_empty()) {
@@ -147,6 +151,8 @@ fn side(text: &str, args: &DecodeArgs) -> anyhow::Result<Side> {
             ("tier", "ans") => side.options.tier = Some(expert::Tier::Ans),
             ("kernel", "fused") => side.options.form = Form::Fused,
             ("kernel", "unfused") => side.options.form = Form::Unfused,
+            ("kv", "f32") => side.options.kv = KvFormat::F32,
+            ("kv", "bf16") => side.options.kv = KvFormat::Bf16,
             ("devices", _) => {
                 let numbers = value.split('+').map(str::parse).collect::<Result<_, _>>();
                 side.options.devices = numbers.map_err(|_| wrong("devices=0+1"))?;
@@ -157,9 +163,10 @@ fn side(text: &str, args: &DecodeArgs) -> anyhow::Result<Side> {
             ("model", _) => side.dir = value.into(),
             ("tier", _) => return Err(wrong("tier=raw or tier=ans")),
             ("kernel", _) => return Err(wrong("kernel=fused or kernel=unfused")),
+            ("kv", _) => return Err(wrong("kv=f32 or kv=bf16")),
             _ => {
                 return Err(wrong(
-                    "vram, ram, tiers, tier, kernel, devices, profile, rates, model or repin",
+                    "vram, ram, tiers, tier, kernel, kv, devices, profile, rates, model or repin",
                 ));
             }
         }

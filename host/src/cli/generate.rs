@@ -11,6 +11,7 @@ use serde_json::json;
 
 use super::plan::BudgetArgs;
 use super::ui::{self, Progress};
+use crate::backend::KvFormat;
 use crate::engine::{self, Device, Engine, Options};
 use crate::expert::{Form, Tier};
 use crate::generate::{FinishReason, Generated, Request, generate};
@@ -36,6 +37,8 @@ pub struct EngineArgs {
     #[arg(long, value_enum, default_value = "fused")]
     kernel: KernelArg,
     #[command(flatten)]
+    kv: KvArgs,
+    #[command(flatten)]
     budget: BudgetArgs,
     /// GPUs to spread experts over, by number; one given twice is two of them
     #[arg(long, value_name = "N,...", value_delimiter = ',', default_value = "0")]
@@ -56,6 +59,29 @@ pub(super) fn moves(text: &str) -> Result<usize, String> {
 }
 
 const MOST_MOVES: usize = 64;
+
+#[derive(Args)]
+pub struct KvArgs {
+    /// Numbers of the KV cache: as computed, or rounded to bf16, in half the memory; the indexer's keys
+    /// stay f32
+    #[arg(long, value_enum, value_name = "FORMAT", default_value = "f32")]
+    kv: KvArg,
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+enum KvArg {
+    F32,
+    Bf16,
+}
+
+impl KvArgs {
+    pub fn format(&self) -> KvFormat {
+        match self.kv {
+            KvArg::F32 => KvFormat::F32,
+            KvArg::Bf16 => KvFormat::Bf16,
+        }
+    }
+}
 
 #[derive(Args)]
 pub struct SpeculateArgs {
@@ -142,6 +168,7 @@ impl EngineArgs {
             devices: self.devices.clone(),
             placed: (self.budget.any()).then(|| self.budget.request(positions)),
             positions,
+            kv: self.kv.format(),
         };
         let mut progress = Progress::bytes("loading");
         let engine = engine::open(dir, options, |done, all| progress.set(done, all));

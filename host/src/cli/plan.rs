@@ -6,6 +6,7 @@ use anyhow::Context;
 use clap::{Args, ValueEnum};
 use serde_json::json;
 
+use super::generate::KvArgs;
 use super::ui;
 use crate::archive::Archive;
 use crate::backend::kernels::{CudaDevice, EmulatedDevice, KernelBackend};
@@ -72,6 +73,8 @@ pub struct PlanArgs {
     /// Positions that the KV cache is for [default: 8192, or what the model has]
     #[arg(short, long, value_name = "N")]
     ctx_size: Option<usize>,
+    #[command(flatten)]
+    kv: KvArgs,
     /// Devices to spread experts over, by number; one given twice is two of them
     #[arg(long, value_name = "N,...", value_delimiter = ',', default_value = "0")]
     devices: Vec<u32>,
@@ -94,7 +97,8 @@ enum DeviceArg {
 pub fn run(args: PlanArgs) -> anyhow::Result<()> {
     interrupt::install();
     let dir = &args.model;
-    let config = Config::read(dir)?;
+    let mut config = Config::read(dir)?;
+    config.kv = args.kv.format();
     let file = dir.join(ARCHIVE_FILE);
     anyhow::ensure!(
         file.exists(),

@@ -8,17 +8,17 @@ use std::time::Instant;
 use thiserror::Error;
 
 use crate::archive::Archive;
-use crate::backend::LoadExperts;
 use crate::backend::cpu::Cpu;
 use crate::backend::kernels::{
     CudaDevice, DeviceError, EmulatedDevice, KernelBackend, KernelError,
 };
 use crate::backend::reference::Reference;
 use crate::backend::split::Split;
+use crate::backend::{KvFormat, LoadExperts};
 use crate::expert::{Form, Tier};
 use crate::model::{Config, Model, ModelError, Session, Source, Wanted, bytes_to_load, mtp};
 use crate::placement::calibrate::{self, Calibration};
-use crate::placement::memory::DensePart;
+use crate::placement::memory::{DensePart, cache_bytes};
 use crate::placement::request::{Request, RequestError};
 use crate::placement::{self, Plan, Profile};
 use crate::trace::Trace;
@@ -55,6 +55,8 @@ pub struct Options {
     pub placed: Option<Request>,
     /// Positions that the KV cache will be for.
     pub positions: usize,
+    /// How it keeps them.
+    pub kv: KvFormat,
     /// Tokens to draft at most; with any the model's layer for that is loaded.
     pub speculate: usize,
     /// Experts that may come to device memory between two tokens, at most; none moves without a plan.
@@ -65,6 +67,7 @@ impl Options {
     /// The model's configuration, its layer that drafts included where that is wanted.
     fn config(&self, dir: &Path) -> Result<Config, ModelError> {
         let mut config = Config::read(dir)?;
+        config.kv = self.kv;
         if self.speculate > 0 {
             mtp::want(dir, &mut config)?;
         }
@@ -158,6 +161,27 @@ pub struct TierUse {
     pub selections: Option<u64>,
 }
 
+/// The KV cache.
+#[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
+pub struct KvUse {
+    /// Of its rows.
+    pub format: KvFormat,
+    /// Positions that there is room for, or will be.
+    pub positions: usize,
+    /// Bytes of them.
+    pub bytes: u64,
+}
+
+impl KvUse {
+    fn of(config: &Config, positions: usize) -> Self {
+        Self {
+            format: config.kv,
+            positions,
+            bytes: cache_bytes(config, positions),
+        }
+    }
+}
+
 /// What a run used, as `--json` says it.
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
 pub struct Placement {
@@ -165,6 +189,8 @@ pub struct Placement {
     pub device: String,
     /// `fused` or `unfused`; none where nothing is coded.
     pub kernel: Option<&'static str>,
+    /// What is kept of a sequence.
+    pub kv: KvUse,
     /// Experts and bytes.
     pub tiers: Vec<TierUse>,
     /// How often experts in device memory were chosen, where its tiers are not told apart.
@@ -205,6 +231,12 @@ impl std::fmt::Display for Placement {
         if let Some(kernel) = self.kernel {
             write!(f, "; {kernel} kernels")?;
         }
+        let (kv, mb) = (&self.kv, self.kv.bytes as f64 / 1e6);
+        let (format, positions) = (kv.format.name(), kv.positions);
+        write!(
+            f,
+            "; KV cache {format}, {mb:.1} MB for {positions} positions"
+        )?;
         match self.predicted_us {
             Some(us) => write!(f, "; predicted {:.1} tokens/s", 1e6 / us as f64),
             None => Ok(()),
@@ -267,6 +299,8 @@ struct Loaded<B: LoadExperts> {
     form: Form,
     /// `ram` or `vram`.
     gpu: bool,
+    /// Positions that a sequence is to have room for.
+    positions: usize,
     plan: Option<Plan>,
     repin: Option<Repin>,
 }
@@ -342,6 +376,10 @@ impl<B: LoadExperts> Engine for Loaded<B> {
         let p = self.model.placement();
         Placement {
             device: self.model.backend().describe(),
+            kv: {
+                let held = self.session.as_ref().map(|(s, _)| s.capacity());
+                KvUse::of(self.model.config(), held.unwrap_or(self.positions))
+            },
             kernel: (p.tier == Tier::Ans).then_some(match self.form {
                 Form::Fused => "fused",
                 Form::Unfused => "unfused",
@@ -534,6 +572,7 @@ pub fn open(
         source,
         form: options.form,
         bytes: &bytes,
+        positions: options.positions,
     };
     match options.device {
         Device::Cuda => on_cuda(load, cuda(&options.devices)?, &options, &mut progress),
@@ -663,6 +702,7 @@ struct Load<'a> {
     form: Form,
     /// Loaded with each layer.
     bytes: &'a [u64],
+    positions: usize,
 }
 
 impl Load<'_> {
@@ -686,6 +726,7 @@ impl Load<'_> {
             session: None,
             form: self.form,
             gpu,
+            positions: self.positions,
             plan: None,
             repin: None,
         }))

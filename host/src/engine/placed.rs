@@ -209,6 +209,7 @@ impl<D: Device + Clone + 'static> Placed<D> {
             session: Some((session, wanted)),
             form: options.form,
             gpu: true,
+            positions: options.positions,
             plan: Some(planned.plan.clone()),
             repin: request.moving.then_some(Repin {
                 most: options.repin,

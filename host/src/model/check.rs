@@ -11,6 +11,7 @@ use super::directory::{ARCHIVE_FILE, Dense, RawExperts};
 use super::error::ModelError;
 use super::weights::{Source, check_archive, inventory};
 use crate::archive::{Archive, ExpertSource, verify};
+use crate::backend::KvFormat;
 use crate::expert::Tier;
 use crate::interrupt;
 use crate::placement::memory::cache;
@@ -50,6 +51,8 @@ pub struct Facts {
     pub positions: usize,
     /// Bytes of the caches of so many positions.
     pub cache_bytes: u64,
+    /// The same in bf16.
+    pub cache_bf16_bytes: u64,
 }
 
 impl Facts {
@@ -65,6 +68,10 @@ impl Facts {
         }
         let sparse_layers = config.sparse_layers().count();
         let experts = config.router.experts;
+        let narrow = Config {
+            kv: KvFormat::Bf16,
+            ..config.clone()
+        };
         Ok(Self {
             layers: config.layers.len(),
             sparse_layers,
@@ -85,6 +92,7 @@ impl Facts {
             dense_bytes,
             positions: config.max_positions,
             cache_bytes: cache(config, config.max_positions),
+            cache_bf16_bytes: cache(&narrow, config.max_positions),
         })
     }
 }
@@ -113,9 +121,10 @@ impl std::fmt::Display for Facts {
         )?;
         writeln!(
             f,
-            "  cache    {:.1} MB for all {} positions",
+            "  cache    {:.1} MB for all {} positions, {:.1} MB with --kv bf16",
             mb(self.cache_bytes),
-            self.positions
+            self.positions,
+            mb(self.cache_bf16_bytes)
         )
     }
 }

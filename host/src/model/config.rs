@@ -10,7 +10,7 @@ use serde_json::{Map, Value};
 use super::error::ModelError;
 use super::family;
 use super::family::qwen3_moe::Dimensions;
-use crate::backend::{Index, Mla, Router, Scoring};
+use crate::backend::{Index, KvFormat, Mla, Router, Scoring};
 use crate::expert::{ExpertShape, ScaleKind};
 
 /// Epsilon of the norms inside attention and indexer, whatever `rms_norm_eps` is.
@@ -60,6 +60,8 @@ pub struct Config {
     pub nextn: Option<LayerKind>,
     /// Whether that layer is to be read too.
     pub mtp: bool,
+    /// How caches are to be kept; no part of the file.
+    pub kv: KvFormat,
     /// `eos_token_id`; none where generation never ends by itself.
     pub eos: Vec<u32>,
 }
@@ -203,6 +205,7 @@ pub(super) fn latent_config(o: &Object, family: LatentFamily) -> Result<Config, 
         layers: family.layers,
         nextn: family.nextn,
         mtp: false,
+        kv: KvFormat::F32,
         eos: o.ids("eos_token_id")?,
         mla,
         grouped: None,

@@ -2,14 +2,17 @@
 //!
 //! Tokens go through in batches of at most [`CHUNK`]; every operator computes each token alone, so
 //! batching changes no bit. The cache keeps, per layer, latent rows `[c_kv normed | k_rope]` (or for
-//! each key head rows `[value | key]`), and for layers with an indexer its keys.
+//! each key head rows `[value | key]`), in f32 or in bf16, and for layers with an indexer its keys.
 
+use super::cache::{Cache, Entries};
 use super::config::{INNER_EPS, LayerKind};
 use super::matrix::Matrix;
 use super::mtp;
 use super::step::Steps;
 use super::weights::{Attention, Ffn, Indexer, Latent, Layer, Mlp, Model, Moe};
-use crate::backend::{Attend, Backend, LoadExperts, Rows, RowsMut, TraceLayer, rows, rows_mut};
+use crate::backend::{
+    Attend, Backend, KvFormat, LoadExperts, Rows, RowsMut, TraceLayer, rows, rows_mut,
+};
 
 /// Tokens of a batch.
 pub const CHUNK: usize = 256;
@@ -27,13 +30,6 @@ pub enum Wanted {
     All,
 }
 
-/// What is kept of a layer between batches.
-pub(super) struct Cache<B: Backend> {
-    /// One, or one for each key head.
-    pub rows: Vec<B::Buf<f32>>,
-    index_keys: Option<B::Buf<f32>>,
-}
-
 /// Intermediate values of a batch.
 pub(super) struct Scratch<B: Backend> {
     pub ids: B::Buf<u32>,
@@ -44,6 +40,8 @@ pub(super) struct Scratch<B: Backend> {
     pub q: B::Buf<f32>,
     pub q_absorbed: B::Buf<f32>,
     pub attended: B::Buf<f32>,
+    /// Cache rows before they are rounded.
+    pub wide: B::Buf<f32>,
     values: B::Buf<f32>,
     index_key: B::Buf<f32>,
     index_q: B::Buf<f32>,
@@ -160,6 +158,7 @@ impl<B: LoadExperts> Model<B> {
             q: b.alloc(t * queries)?,
             q_absorbed: b.alloc(t * heads * width)?,
             attended: b.alloc(t * heads * mla.latent)?,
+            wide: b.alloc(if c.kv == KvFormat::F32 { 0 } else { t * width })?,
             values: b.alloc(if c.grouped.is_some() { 0 } else { t * values })?,
             index_key: b.alloc(t * c.index.dim)?,
             index_q: b.alloc(index_q)?,
@@ -193,7 +192,7 @@ impl<B: LoadExperts> Model<B> {
         let width = c.mla.latent + c.mla.rope;
         Ok(Cache {
             rows: (0..c.grouped.map_or(1, |grouped| grouped.kv_heads))
-                .map(|_| b.alloc(capacity * width))
+                .map(|_| Entries::new(b, c.kv, capacity * width))
                 .collect::<Result<_, _>>()?,
             index_keys: if kind.indexer {
                 Some(b.alloc(capacity * c.index.dim)?)
@@ -543,12 +542,7 @@ impl<B: LoadExperts> Model<B> {
             INNER_EPS,
             mla.latent,
             tokens,
-            RowsMut {
-                buf: &mut *latent,
-                offset: first * width,
-                stride: width,
-                moves: true,
-            },
+            latent.rows(&mut s.wide, first, width, 0),
         )?;
         b.rope(
             projected(col.rope),
@@ -559,14 +553,10 @@ impl<B: LoadExperts> Model<B> {
             &self.inv_freq,
             first,
             tokens,
-            RowsMut {
-                buf: &mut *latent,
-                offset: first * width + mla.latent,
-                stride: width,
-                moves: true,
-            },
+            latent.rows(&mut s.wide, first, width, mla.latent),
             mla.rope,
         )?;
+        latent.keep(b, &s.wide, first, width, tokens)?;
         // Lists that hold every position say no more than causality does.
         let listed = first + tokens > c.index.top_k;
         if let (Some(indexer), Some(keys)) = (&layer.indexer, &mut cache.index_keys) {
@@ -582,7 +572,7 @@ impl<B: LoadExperts> Model<B> {
         };
         b.attention(
             rows(&s.q_absorbed, mla.heads * width),
-            latent,
+            latent.cached(),
             attend,
             mla,
             first,

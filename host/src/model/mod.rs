@@ -1,5 +1,6 @@
 //! Models: files and forward pass.
 
+mod cache;
 pub mod check;
 pub mod config;
 pub mod directory;

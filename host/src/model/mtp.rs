@@ -20,10 +20,11 @@
 
 use std::path::Path;
 
+use super::cache::Cache;
 use super::config::{Config, LayerKind};
 use super::directory::Dense;
 use super::error::ModelError;
-use super::forward::{Cache, Session};
+use super::forward::Session;
 use super::matrix::Matrix;
 use super::weights::{Layer, Loader, Model, Source, at};
 use crate::backend::{Backend, LoadExperts, Rows, RowsMut, rows, rows_mut};

@@ -2,6 +2,7 @@
 
 use std::path::Path;
 
+use crate::backend::KvFormat;
 use crate::model::directory::Dense;
 use crate::model::weights::inventory;
 use crate::model::{CHUNK, Config, ModelError};
@@ -72,15 +73,24 @@ pub fn weights_read(config: &Config) -> usize {
     }
 }
 
-/// Bytes of the caches of a sequence of `positions`.
+/// Bytes of the caches of a sequence of `positions`, in allocations.
 pub fn cache(config: &Config, positions: usize) -> u64 {
+    cache_in(config, positions, allocation)
+}
+
+/// Bytes of their elements.
+pub fn cache_bytes(config: &Config, positions: usize) -> u64 {
+    cache_in(config, positions, |bytes| bytes)
+}
+
+fn cache_in(config: &Config, positions: usize, takes: fn(u64) -> u64) -> u64 {
     let width = config.mla.latent + config.mla.rope;
     let rows = config.grouped.map_or(1, |g| g.kv_heads) as u64;
     (config.all_layers())
         .map(|(_, kind)| {
             let keys = if kind.indexer { config.index.dim } else { 0 };
-            let f32s = |n: usize| allocation(4 * (positions * n) as u64);
-            rows * f32s(width) + if keys > 0 { f32s(keys) } else { 0 }
+            let of = |n: usize, size: usize| takes((size * positions * n) as u64);
+            rows * of(width, config.kv.bytes()) + if keys > 0 { of(keys, 4) } else { 0 }
         })
         .sum()
 }
@@ -111,6 +121,7 @@ pub fn activations(config: &Config, positions: usize) -> u64 {
         + c.router.experts
         + 2 * c.router.top_k;
     let a_token = a_token + if config.mtp { 2 * c.hidden } else { 0 };
+    let a_token = a_token + if config.kv == KvFormat::F32 { 0 } else { width };
     // Scratch of an operator is at most this, or one token's; two are alive at a time.
     let scratch = 2 * crate::backend::kernels::plan::SCRATCH as u64;
     4 * (t * a_token + c.vocab) as u64 + scratch
@@ -155,12 +166,20 @@ mod tests {
         assert!(gb(narrow.bf16) < 0.5, "{narrow:?}");
         // 78 layers of 576, and 21 indexers of 128, f32.
         let bytes = 8192 * 4 * (78 * 576 + 21 * 128) as u64;
-        let cache = cache(&config, 8192);
+        let taken = cache(&config, 8192);
         assert!(
-            (bytes..bytes + bytes / 8).contains(&cache),
-            "{cache} {bytes}"
+            (bytes..bytes + bytes / 8).contains(&taken),
+            "{taken} {bytes}"
         );
         assert!(gb(activations(&config, 8192)) < 1.0);
+        // Rows of half the bytes, keys of the same.
+        let narrow = Config {
+            kv: KvFormat::Bf16,
+            ..config.clone()
+        };
+        let bytes = 8192 * (78 * 576 * 2 + 21 * 128 * 4) as u64;
+        assert_eq!(cache_bytes(&narrow, 8192), bytes);
+        assert_eq!(cache_bytes(&config, 8192), 8192 * 4 * (78 * 576 + 21 * 128));
     }
 
     #[test]

@@ -348,8 +348,8 @@ unsafe fn absorb_of<S: Simd>(w: Numbers<'_>, cols: usize, qs: &[&[f32]], out: &m
 /// Transposes cached rows `positions` (at most [`arith::ATTENTION_CHUNK`]), of `cols` elements each, into
 /// groups of `W`: `out` `[groups][cols][W]`. A group is transposed whole.
 #[inline(always)]
-unsafe fn gather_body<S: Simd>(
-    cache: &[f32],
+unsafe fn gather_body<S: Simd, E: Element>(
+    cache: &[E],
     cols: usize,
     positions: Positions<'_>,
     out: &mut [f32],
@@ -363,8 +363,34 @@ unsafe fn gather_body<S: Simd>(
         let first = group * S::W;
         let rows = (first..n.min(first + S::W)).map(|i| &cache[positions.get(i) * cols..][..cols]);
         // SAFETY: as the caller.
-        unsafe { transpose::<S, f32>(rows, cols, out) };
+        unsafe { transpose::<S, E>(rows, cols, out) };
     }
+}
+
+/// [`gather_body`] of either format.
+#[inline(always)]
+unsafe fn gather_of<S: Simd>(
+    cache: Entries<'_>,
+    cols: usize,
+    positions: Positions<'_>,
+    out: &mut [f32],
+) {
+    // SAFETY: as the caller.
+    unsafe {
+        match cache {
+            Entries::F32(cache) => gather_body::<S, f32>(cache, cols, positions, out),
+            Entries::Bf16(cache) => gather_body::<S, u16>(cache, cols, positions, out),
+        }
+    }
+}
+
+/// Rows of a cache.
+#[derive(Clone, Copy)]
+pub enum Entries<'a> {
+    /// f32.
+    F32(&'a [f32]),
+    /// bf16 bits.
+    Bf16(&'a [u16]),
 }
 
 /// Positions that a chunk of attention covers.
@@ -441,10 +467,10 @@ impl Attending {
 /// [`gather`] lays them out; only the first `count` of `positions` are attended to.
 #[inline(always)]
 #[allow(clippy::too_many_arguments)]
-unsafe fn attend_body<S: Simd>(
+unsafe fn attend_body<S: Simd, E: Element>(
     state: &mut Attending,
     qs: &[&[f32]],
-    cache: &[f32],
+    cache: &[E],
     cols: usize,
     scaling: f32,
     positions: Positions<'_>,
@@ -495,7 +521,7 @@ unsafe fn attend_body<S: Simd>(
     let weights: Vec<&[f32]> = state.p.chunks_exact(CHUNK).collect();
     // SAFETY: as the caller.
     unsafe {
-        weighted_sums::<S, f32>(
+        weighted_sums::<S, E>(
             &|i| &cache[positions.get(i) * cols..][..cols],
             count,
             latent,
@@ -514,6 +540,32 @@ unsafe fn attend_body<S: Simd>(
         );
     }
     state.empty = false;
+}
+
+/// [`attend_body`] of either format.
+#[inline(always)]
+#[allow(clippy::too_many_arguments)]
+unsafe fn attend_of<S: Simd>(
+    state: &mut Attending,
+    qs: &[&[f32]],
+    cache: Entries<'_>,
+    cols: usize,
+    scaling: f32,
+    positions: Positions<'_>,
+    count: usize,
+    keys: &[f32],
+) {
+    // SAFETY: as the caller.
+    unsafe {
+        match cache {
+            Entries::F32(cache) => {
+                attend_body::<S, f32>(state, qs, cache, cols, scaling, positions, count, keys);
+            }
+            Entries::Bf16(cache) => {
+                attend_body::<S, u16>(state, qs, cache, cols, scaling, positions, count, keys);
+            }
+        }
+    }
 }
 
 /// Indexer scores of `count <= W` transposed keys for each token: `out[t][i]`, stride `W`.
@@ -596,18 +648,18 @@ arms! {
     /// Queries into the latent space, for one head: `w` `[nope, cols]`, `out` `[tokens][cols]`.
     fn absorb_numbers(w: Numbers<'_>, cols: usize, qs: &[&[f32]], out: &mut [f32]) = absorb_of;
     /// Transposes rows of the cache for [`attend`] and [`index`].
-    pub fn gather(cache: &[f32], cols: usize, positions: Positions<'_>, out: &mut [f32]) = gather_body;
+    pub fn gather(cache: Entries<'_>, cols: usize, positions: Positions<'_>, out: &mut [f32]) = gather_of;
     /// Takes a chunk of positions into attention under way.
     pub fn attend(
         state: &mut Attending,
         qs: &[&[f32]],
-        cache: &[f32],
+        cache: Entries<'_>,
         cols: usize,
         scaling: f32,
         positions: Positions<'_>,
         count: usize,
         keys: &[f32],
-    ) = attend_body;
+    ) = attend_of;
     /// Indexer scores of one group of keys as [`gather`] lays them out.
     pub fn index(
         keys: &[f32],

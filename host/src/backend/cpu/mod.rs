@@ -11,13 +11,13 @@ mod int4;
 pub use experts::{Experts, Prepared};
 
 use super::{
-    Attend, Backend, Index, LayerExperts, LoadExperts, Mla, Router, Rows, RowsMut, Scoring,
+    Attend, Backend, Cached, Index, LayerExperts, LoadExperts, Mla, Router, Rows, RowsMut, Scoring,
     TraceLayer, Weight,
 };
 use crate::expert::{ExpertShape, Form};
 use crate::simd::{Arm, ArmError, Level};
 use bytemuck::{Pod, Zeroable};
-use dense::{Attending, Block, Positions};
+use dense::{Attending, Block, Entries, Positions};
 use gpu::arith::{self, ATTENTION_CHUNK};
 use rayon::prelude::*;
 use std::convert::Infallible;
@@ -436,6 +436,22 @@ impl Backend for Cpu {
         Ok(())
     }
 
+    fn narrow(
+        &self,
+        x: Rows<'_, Buf<f32>>,
+        cols: usize,
+        tokens: usize,
+        out: RowsMut<'_, Buf<u16>>,
+    ) -> Result<(), CpuError> {
+        let xs = all_rows(x, tokens, cols);
+        for (x, out) in xs.into_iter().zip(all_rows_mut(out, tokens, cols)) {
+            for (out, x) in out.iter_mut().zip(x) {
+                *out = arith::to_bf16(*x);
+            }
+        }
+        Ok(())
+    }
+
     fn absorb_query(
         &self,
         q: Rows<'_, Buf<f32>>,
@@ -480,7 +496,7 @@ impl Backend for Cpu {
     fn attention(
         &self,
         q: Rows<'_, Buf<f32>>,
-        cache: &Buf<f32>,
+        cache: Cached<'_, Self>,
         attend: Attend<'_, Buf<u32>>,
         mla: &Mla,
         first: usize,
@@ -498,6 +514,10 @@ impl Backend for Cpu {
             return Ok(());
         }
         let cols = latent + rope;
+        let cache = match cache {
+            Cached::F32(rows) => Entries::F32(rows),
+            Cached::Bf16(rows) => Entries::Bf16(rows),
+        };
         let keys_len = ATTENTION_CHUNK * cols;
         // Positions of a token's chunk: those that are laid out, and how many it attends to.
         let chunk = |t: usize, c: usize| {
@@ -654,7 +674,7 @@ impl Backend for Cpu {
                 |(p, out)| {
                     let at = Positions::Range(p * width, width.min(positions - p * width));
                     let mut wt = vec![0.0; width * dim];
-                    dense::gather(self.level, keys, dim, at, &mut wt);
+                    dense::gather(self.level, Entries::F32(keys), dim, at, &mut wt);
                     dense::index(self.level, &wt, index, &qs, &ws, out);
                 },
             );

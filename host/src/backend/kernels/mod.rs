@@ -1,5 +1,6 @@
 //! The back end that launches the kernels of `gpu` on a [`Device`]: the emulator or CUDA.
 
+mod attention;
 mod cuda;
 mod dense;
 mod device;

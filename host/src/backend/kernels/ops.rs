@@ -18,7 +18,7 @@ use crate::archive::ArchiveError;
 use crate::backend::cpu::CpuError;
 use crate::backend::split::Parts;
 use crate::backend::{
-    Attend, Backend, Index, Mla, Router, Rows, RowsMut, Scoring, TraceLayer, Weight,
+    Attend, Backend, Cached, Index, Mla, Router, Rows, RowsMut, Scoring, TraceLayer, Weight,
 };
 
 /// What goes wrong in the kernel back end.
@@ -179,9 +179,9 @@ pub(super) fn word(what: &'static str, n: usize) -> Result<u32> {
 
 /// Checks `rows` rows of `cols` elements, `stride` apart from `offset`: their slice and stride.
 /// Kernels index a view with 32 bits.
-fn view<M: DeviceMemory>(
+fn view<T: Pod, M: DeviceMemory>(
     what: &'static str,
-    buf: &Buffer<f32, M>,
+    buf: &Buffer<T, M>,
     (offset, stride): (usize, usize),
     rows: usize,
     cols: usize,
@@ -250,11 +250,11 @@ pub(super) struct Span {
 }
 
 /// Where the tokens of a launch are: what `gpu::position` adds up.
-struct At {
-    word: Slice,
-    first: u32,
+pub(super) struct At {
+    pub word: Slice,
+    pub first: u32,
     /// Positions seen by the last token at most.
-    seen: usize,
+    pub seen: usize,
 }
 
 impl<D: Device> KernelBackend<D> {
@@ -327,7 +327,7 @@ impl<D: Device> KernelBackend<D> {
     }
 
     /// Where `tokens` tokens from position `first` on are.
-    fn at(&self, first: usize, tokens: usize) -> Result<At> {
+    pub(super) fn at(&self, first: usize, tokens: usize) -> Result<At> {
         Ok(match self.span() {
             None => At {
                 word: Slice::EMPTY,
@@ -343,15 +343,18 @@ impl<D: Device> KernelBackend<D> {
     }
 
     /// What a launch writes to `out`, and whether it adds the position's rows to that.
-    fn moving<M: DeviceMemory>(
+    pub(super) fn moving<T: Pod, M: DeviceMemory>(
         &self,
         what: &'static str,
-        out: &RowsMut<'_, Buffer<f32, M>>,
+        out: &RowsMut<'_, Buffer<T, M>>,
         rows: usize,
         cols: usize,
     ) -> Result<(View, Slice)> {
         match self.span().filter(|_| out.moves) {
-            None => Ok((output(what, out, rows, cols)?, Slice::EMPTY)),
+            None => {
+                let to = view(what, out.buf, (out.offset, out.stride), rows, cols)?;
+                Ok((to, Slice::EMPTY))
+            }
             Some(span) => {
                 let offset = out.offset.checked_sub(span.first * out.stride);
                 let offset = offset.ok_or(KernelError::Dimension {
@@ -632,6 +635,16 @@ impl<D: Device> Backend for KernelBackend<D> {
         self.launch::<Rope>(Launch::new(grid, threads), args)
     }
 
+    fn narrow(
+        &self,
+        x: Rows<'_, Self::Buf<f32>>,
+        cols: usize,
+        tokens: usize,
+        out: RowsMut<'_, Self::Buf<u16>>,
+    ) -> Result<()> {
+        self.narrow_rows(x, cols, tokens, out)
+    }
+
     fn absorb_query(
         &self,
         q: Rows<'_, Self::Buf<f32>>,
@@ -646,73 +659,14 @@ impl<D: Device> Backend for KernelBackend<D> {
     fn attention(
         &self,
         q: Rows<'_, Self::Buf<f32>>,
-        cache: &Self::Buf<f32>,
+        cache: Cached<'_, Self>,
         attend: Attend<'_, Self::Buf<u32>>,
         mla: &Mla,
         first: usize,
         tokens: usize,
         out: RowsMut<'_, Self::Buf<f32>>,
     ) -> Result<()> {
-        let width = mla.latent + mla.rope;
-        let q = input("attention: q", q, tokens, mla.heads * width)?;
-        let to = output("attention: out", &out, tokens, mla.heads * mla.latent)?;
-        let at = self.at(first, tokens)?;
-        let seen = at.seen;
-        let cache = cache.from("attention: cache", 0, seen * width)?;
-        let (lists, top_k) = match attend {
-            Attend::Causal => (None, 0),
-            Attend::Listed { top_k: 0, .. } => {
-                return Err(KernelError::Dimension {
-                    what: "attention: listed positions",
-                    found: 0,
-                    expected: "at least 1",
-                });
-            }
-            Attend::Listed { lists, top_k } => {
-                // A last token that sees fewer positions than it could list needs only those.
-                let len = tokens.saturating_sub(1) * top_k + top_k.min(seen);
-                lists.from("attention: lists", 0, len)?;
-                (Some(lists), top_k)
-            }
-        };
-        let listed = if top_k == 0 { seen } else { seen.min(top_k) };
-        let chunks = listed.div_ceil(gpu::arith::ATTENTION_CHUNK);
-        let states = mla.heads * chunks;
-        let at_once = plan::tokens_at_once(tokens, 4 * states * (mla.latent + 2));
-        let softmax = self.scratch::<f32>(2 * at_once * states)?;
-        let partial = self.scratch::<f32>(at_once * states * mla.latent)?;
-        let vector = q.aligned() && width.is_multiple_of(8) && cache.addr.is_multiple_of(16);
-        for start in (0..tokens).step_by(at_once) {
-            let n = at_once.min(tokens - start);
-            let args = gpu::attention::AttentionArgs {
-                q: q.skip(start).slice,
-                cache,
-                lists: match lists {
-                    None => Slice::EMPTY,
-                    Some(lists) => lists.from("attention: lists", start * top_k, 0)?,
-                },
-                softmax: softmax.slice(),
-                partial: partial.slice(),
-                out: to.skip(start).slice,
-                q_stride: q.stride,
-                out_stride: to.stride,
-                top_k: word("listed positions", top_k)?,
-                at: at.word,
-                first: at.first.wrapping_add(start as u32),
-                heads: word("heads", mla.heads)?,
-                latent: word("latent", mla.latent)?,
-                rope: word("rope", mla.rope)?,
-                chunks: word("chunks", chunks)?,
-                scaling: mla.scaling,
-                vector: vector as u32,
-            };
-            let (n, heads) = (n as u32, args.heads);
-            let threads = gpu::attention::THREADS;
-            let grid = [args.chunks, heads.div_ceil(gpu::attention::HEADS), n];
-            self.launch::<AttentionChunk>(Launch::new(grid, threads), args)?;
-            self.launch::<AttentionMerge>(Launch::new([heads, n, 1], threads), args)?;
-        }
-        Ok(())
+        self.attend(q, cache, attend, mla, first, tokens, out)
     }
 
     fn expand_value(

@@ -52,7 +52,7 @@ fn part(kernel: KernelId) -> Option<Part> {
     let of = |prefixes: &[&str]| prefixes.iter().any(|p| kernel.name().starts_with(p));
     if of(&["group", "quantise", "act_", "matmul", "decode", "combine"]) {
         Some(Part::Experts)
-    } else if of(&["absorb", "rope", "attention", "index"]) {
+    } else if of(&["absorb", "rope", "narrow", "attention", "index"]) {
         Some(Part::Attention)
     } else if of(&["embed", "linear", "silu", "add"]) {
         Some(Part::Dense)
@@ -176,6 +176,7 @@ mod tests {
             (KernelId::QuantiseRows, Some(Part::Experts)),
             (KernelId::AbsorbQueryInt8, Some(Part::Attention)),
             (KernelId::Rope, Some(Part::Attention)),
+            (KernelId::Narrow, Some(Part::Attention)),
             (KernelId::IndexSelect, Some(Part::Attention)),
             (KernelId::LinearInt8Many, Some(Part::Dense)),
             (KernelId::Embed, Some(Part::Dense)),

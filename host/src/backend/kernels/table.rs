@@ -70,6 +70,7 @@ use gpu::embed::EmbedArgs;
 use gpu::group::GroupArgs;
 use gpu::index::IndexArgs;
 use gpu::linear::LinearArgs;
+use gpu::narrow::NarrowArgs;
 use gpu::norm::NormArgs;
 use gpu::quantise::QuantiseArgs;
 use gpu::replay::ReplayArgs;
@@ -104,6 +105,8 @@ kernels! {
     LinearInt8Many = linear_int8::linear_int8_many(LinearArgs);
     /// Gated activation.
     SiluMul = silu::silu_mul(SiluMulArgs);
+    /// Rows rounded to bf16.
+    Narrow = narrow::narrow(NarrowArgs);
     /// Interleaved rotary embedding.
     Rope = rope::rope(RopeArgs);
     /// Queries into the latent space.
@@ -112,6 +115,8 @@ kernels! {
     AbsorbQueryInt8 = absorb::absorb_query_int8(AbsorbArgs);
     /// Attention to one chunk of positions.
     AttentionChunk = attention::attention_chunk(AttentionArgs);
+    /// The same over cache rows of bf16.
+    AttentionChunkBf16 = attention::attention_chunk_bf16(AttentionArgs);
     /// Merge of attention's chunks.
     AttentionMerge = attention::attention_merge(AttentionArgs);
     /// The indexer's scores.

@@ -9,11 +9,12 @@
 //! order of the checkpoint.
 
 use crate::backend::{
-    Attend, Index, LoadExperts, Mla, Router, Rows, RowsMut, Scoring, rows, rows_mut,
+    Attend, Index, KvFormat, LoadExperts, Mla, Router, Rows, RowsMut, Scoring, rows, rows_mut,
 };
+use crate::model::cache::Cache;
 use crate::model::config::{Config, LayerKind, Object, check_dimensions, rope_theta};
 use crate::model::error::ModelError;
-use crate::model::forward::{Cache, Scratch};
+use crate::model::forward::Scratch;
 use crate::model::matrix::Matrix;
 use crate::model::weights::{Loader, Model, at};
 
@@ -102,6 +103,7 @@ pub fn config(o: &Object) -> Result<Config, ModelError> {
         layers,
         nextn: None,
         mtp: false,
+        kv: KvFormat::F32,
         eos: o.ids("eos_token_id")?,
     };
     check_dimensions(o, &config, &[])?;
@@ -246,12 +248,7 @@ impl<B: LoadExperts> Model<B> {
                 &self.inv_freq,
                 first,
                 tokens,
-                RowsMut {
-                    buf: &mut *cache,
-                    offset: first * width + dim,
-                    stride: width,
-                    moves: true,
-                },
+                cache.rows(&mut s.wide, first, width, dim),
                 dim,
             )?;
             self.linear(
@@ -272,21 +269,17 @@ impl<B: LoadExperts> Model<B> {
                 &self.inv_freq,
                 first,
                 tokens,
-                RowsMut {
-                    buf: &mut *cache,
-                    offset: first * width,
-                    stride: width,
-                    moves: true,
-                },
+                cache.rows(&mut s.wide, first, width, 0),
                 dim,
             )?;
+            cache.keep(b, &s.wide, first, width, tokens)?;
             b.attention(
                 Rows {
                     buf: &s.q_absorbed,
                     offset: h * group * width,
                     stride: heads * width,
                 },
-                cache,
+                cache.cached(),
                 Attend::Causal,
                 &c.mla,
                 first,
