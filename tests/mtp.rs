@@ -9,13 +9,15 @@ use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 
 use assert_cmd::Command;
-use host::archive::{Archive, PackOptions, SafetensorsExperts, pack};
+use host::archive::{
+    Archive, ExpertSource, LOW_NIBBLES, PackOptions, SafetensorsExperts, expert_digest, pack,
+};
 use host::backend::cpu::Cpu;
 use host::backend::reference::Reference;
 use host::backend::{KvFormat, LoadExperts};
-use host::convert::{Options as Conversion, convert};
+use host::convert::{MtpFormat, Options as Conversion, convert, int8, int8_scale};
 use host::engine::{self, Device, Options};
-use host::expert::{Form, ScaleKind};
+use host::expert::{Form, ScaleKind, Tier};
 use host::generate::{FinishReason, Generated, Request, generate};
 use host::model::{Config, Model, Source, Wanted, mtp};
 use host::placement::request::{self, Size};
@@ -102,13 +104,21 @@ fn checkpoint(name: &str, kind: Kind) -> tempfile::TempDir {
     dir
 }
 
-/// Its model directory, coded experts too.
+/// Its model directory, coded experts too; those of the layer that drafts are int8.
 fn model(name: &str, kind: Kind) -> (tempfile::TempDir, PathBuf) {
+    model_of(name, kind, MtpFormat::Int8)
+}
+
+fn model_of(name: &str, kind: Kind, mtp: MtpFormat) -> (tempfile::TempDir, PathBuf) {
     let checkpoint = checkpoint(name, kind);
     let dir = checkpoint.path().join("model");
-    let options = Conversion::new(ScaleKind::Row);
+    let options = Conversion {
+        mtp,
+        ..Conversion::new(ScaleKind::Row)
+    };
     let summary = convert(checkpoint.path(), &dir, &options, |_, _| ()).unwrap();
     assert_eq!(summary.left_out, 0);
+    assert_eq!(summary.int8_experts > 0, mtp == MtpFormat::Int8);
     let experts = SafetensorsExperts::open(&dir).unwrap();
     let out = dir.join("experts.ansx");
     pack(&experts, &PackOptions::default(), &out, |_| (), || false).unwrap();
@@ -159,7 +169,7 @@ fn compare<B: LoadExperts>(backend: B, dir: &Path, name: &str) -> Vec<u32> {
 #[test]
 fn drafts_are_those_of_the_formulas() {
     for name in ["tiny-dsa", "tiny-lite"] {
-        let (_kept, dir) = model(name, Kind::Guessing);
+        let (_kept, dir) = model_of(name, Kind::Guessing, MtpFormat::Int4);
         let oracle = format!("{name}-mtp");
         let cpu = compare(Cpu::new().unwrap(), &dir, &oracle);
         assert_eq!(compare(Reference, &dir, &oracle), cpu);
@@ -259,34 +269,177 @@ fn tokens_do_not_depend_on_drafts() {
 /// The same with caches of bf16, the layer's own too, which change what the tokens are chosen from.
 #[test]
 fn tokens_do_not_depend_on_drafts_in_bf16() {
-    let (_kept, dir) = model("tiny-dsa", Kind::Knowing);
     let narrow = |device, speculate| Options {
         kv: KvFormat::Bf16,
         ..options(device, speculate)
     };
-    let n = 40;
-    let plain = run(&dir, &narrow(Device::Cpu, 0), &request(0.0, n, 0));
-    let wide = run(&dir, &options(Device::Cpu, 0), &request(0.0, n, 0));
-    assert_ne!(plain.logits, wide.logits);
-    let drafted = run(&dir, &narrow(Device::Cpu, 3), &request(0.0, n, 3));
-    same(&drafted, &plain);
-    assert!(drafted.accepted > 0);
-    let n = 12;
-    let plain = run(&dir, &narrow(Device::Cpu, 0), &request(0.0, n, 0));
-    let mut devices = vec![Device::Emulator, Device::Reference];
-    if suite::cuda().is_ok() {
-        devices.push(Device::Cuda);
+    for kind in [Kind::Guessing, Kind::Knowing] {
+        let (_kept, dir) = model("tiny-dsa", kind);
+        let n = 40;
+        let plain = run(&dir, &narrow(Device::Cpu, 0), &request(0.0, n, 0));
+        let wide = run(&dir, &options(Device::Cpu, 0), &request(0.0, n, 0));
+        // Where no layer adds anything caches are of no account.
+        assert_eq!(plain.logits != wide.logits, kind == Kind::Guessing);
+        let drafted = run(&dir, &narrow(Device::Cpu, 3), &request(0.0, n, 3));
+        same(&drafted, &plain);
+        assert_eq!(drafted.accepted > n / 2, kind == Kind::Knowing);
+        let n = 12;
+        let plain = run(&dir, &narrow(Device::Cpu, 0), &request(0.0, n, 0));
+        let mut devices = vec![Device::Emulator, Device::Reference];
+        if suite::cuda().is_ok() {
+            devices.push(Device::Cuda);
+        }
+        for device in devices {
+            same(&run(&dir, &narrow(device, 2), &request(0.0, n, 2)), &plain);
+        }
     }
-    for device in devices {
-        same(&run(&dir, &narrow(device, 2), &request(0.0, n, 2)), &plain);
+}
+
+/// The experts of the layer that drafts are bytes, by the rule, with a scale a row; they draft the same bits
+/// raw and coded, on every back end.
+#[test]
+fn converted_experts_of_bytes() {
+    let (kept, dir) = model("tiny-dsa", Kind::Guessing);
+    let open = |file: PathBuf| -> Vec<u8> { fs::read(file).unwrap() };
+    let (from, made) = (
+        open(kept.path().join("model.safetensors")),
+        open(dir.join("experts.safetensors")),
+    );
+    let from = SafeTensors::deserialize(&from).unwrap();
+    let made = SafeTensors::deserialize(&made).unwrap();
+    let name = "model.layers.6.mlp.experts.5.up_proj.weight";
+    let weights = from.tensor(name).unwrap();
+    let [rows, cols] = weights.shape() else {
+        panic!("{:?}", weights.shape())
+    };
+    let weights: Vec<f32> = (weights.data().as_chunks::<2>().0.iter())
+        .map(|b| half::bf16::from_le_bytes(*b).to_f32())
+        .collect();
+    let bytes = made.tensor(name).unwrap();
+    let scales = made.tensor(&format!("{name}.qs")).unwrap();
+    assert_eq!(bytes.shape(), [rows * cols]);
+    assert_eq!(scales.shape(), [*rows]);
+    for (r, row) in weights.chunks(*cols).enumerate() {
+        let amax = row.iter().fold(0.0f32, |m, w| m.max(w.abs()));
+        let scale = f32::from_le_bytes(scales.data()[4 * r..][..4].try_into().unwrap());
+        assert_eq!(scale, amax / 127.0);
+        assert_eq!(scale, int8_scale(row));
+        for (w, byte) in row.iter().zip(&bytes.data()[r * cols..]) {
+            assert_eq!(*byte as i8, int8(*w, scale));
+            // Half a step, and what two roundings may add.
+            assert!((*byte as i8 as f32 * scale - w).abs() <= 0.501 * scale);
+        }
     }
+    let other = made.tensor("model.layers.5.mlp.experts.5.up_proj.weight");
+    assert_eq!(other.unwrap().shape(), [rows * cols / 2]);
+
+    fn drafts<B: LoadExperts>(backend: B, dir: &Path, tier: Tier) -> Vec<u32> {
+        let config = with_drafts(dir);
+        let source = Source::open(dir, &config, Some(tier)).unwrap();
+        let model = Model::load(backend, dir, config, &source, Form::Fused, |_| ()).unwrap();
+        let mut session = model.session(24, Wanted::Last).unwrap();
+        let ids: Vec<u32> = (0..19).map(|i| (i * 53 + 5) % 256).collect();
+        let next = greedy(&model.forward(&mut session, &ids, Wanted::Last).unwrap());
+        let mut logits = Vec::new();
+        let drafts = model.draft(&mut session, next, 3, Some(&mut logits));
+        assert_eq!(drafts.unwrap().len(), 3);
+        logits.into_iter().map(f32::to_bits).collect()
+    }
+    let cpu = || Cpu::new().unwrap();
+    let want = drafts(cpu(), &dir, Tier::Raw);
+    assert!(drafts(Reference, &dir, Tier::Raw) == want);
+    assert!(drafts(cpu(), &dir, Tier::Ans) == want);
+    assert!(drafts(suite::emulator().unwrap(), &dir, Tier::Raw) == want);
+    assert!(drafts(suite::emulator().unwrap(), &dir, Tier::Ans) == want);
+    match suite::cuda() {
+        Ok(cuda) => assert!(drafts(cuda, &dir, Tier::Ans) == want),
+        Err(why) => eprintln!("skipped: {why}"),
+    }
+    // Int4 rounds more, so it drafts from other logits.
+    let (_kept, int4) = model_of("tiny-dsa", Kind::Guessing, MtpFormat::Int4);
+    assert!(drafts(cpu(), &int4, Tier::Raw) != want);
+}
+
+/// An interrupted conversion goes on in the middle of the int8 experts, also where only one of an expert's two
+/// digests came to the disk.
+#[test]
+fn conversion_resumes_within_int8_experts() {
+    let (kept, whole) = model("tiny-dsa", Kind::Guessing);
+    let to = kept.path().join("again");
+    let partial = kept.path().join(".again.partial");
+    let resume = Conversion {
+        resume: true,
+        ..Conversion::new(ScaleKind::Row)
+    };
+    fs::create_dir(&partial).unwrap();
+    fs::write(partial.join("identity"), "another").unwrap();
+    let refused = convert(kept.path(), &to, &resume, |_, _| ()).unwrap_err();
+    let refused = refused.to_string();
+    // It says what the identity would be.
+    let (_, identity) = refused.split_once("expected ").unwrap();
+    let identity = &identity[..64];
+    let experts = SafetensorsExperts::open(&whole).unwrap();
+    assert_eq!(experts.layers(), [2, 3, 4, 5, 6, 6 | LOW_NIBBLES]);
+    let digest = |l: u32, e: usize| expert_digest(&experts.expert(l, e).unwrap());
+    let n = experts.experts();
+    let mut records: Vec<[u8; 16]> = [2, 3, 4, 5]
+        .into_iter()
+        .flat_map(|l| (0..n).map(move |e| (l, e)))
+        .map(|(l, e)| digest(l, e))
+        .collect();
+    for e in 0..3 {
+        records.extend([digest(6, e), digest(6 | LOW_NIBBLES, e)]);
+    }
+    records.pop();
+    fs::create_dir_all(&partial).unwrap();
+    fs::write(partial.join("identity"), identity).unwrap();
+    fs::write(partial.join("progress"), records.as_flattened()).unwrap();
+    // What stands behind the experts that are known is not to be trusted.
+    let file = fs::read(whole.join("experts.safetensors")).unwrap();
+    let bytes = 3 * 64 * 128 + 4 * (64 + 64 + 128); // of an int8 expert
+    let keep = file.len() - (n - 2) * bytes;
+    let mut torn = file[..keep].to_vec();
+    torn.extend([0x5a; 1000]);
+    fs::write(partial.join("experts.safetensors"), torn).unwrap();
+    let summary = convert(kept.path(), &to, &resume, |_, _| ()).unwrap();
+    assert_eq!((summary.experts, summary.int8_experts), (5 * n, n));
+    for name in ["experts.safetensors", "dense.safetensors"] {
+        let read = |dir: &Path| fs::read(dir.join(name)).unwrap();
+        assert!(read(&to) == read(&whole), "{name}");
+    }
+}
+
+#[test]
+fn formats_of_the_layer_by_flag() {
+    let checkpoint = checkpoint("tiny-dsa", Kind::Guessing);
+    let run = |more: &[&str]| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_host"));
+        command
+            .args(["convert", "--force", "--from"])
+            .arg(checkpoint.path());
+        command.arg("--to").arg(checkpoint.path().join("m"));
+        command.args(more).assert()
+    };
+    let bytes = "16 of them, of the layer that drafts, as int8-row";
+    run(&[]).success().stderr(contains(bytes));
+    let int4 = run(&["--mtp", "int4"]).success();
+    assert!(!String::from_utf8_lossy(&int4.get_output().stderr).contains("int8"));
+    run(&["--experts", "int4-g64"]).success();
+    run(&["--experts", "int4-g64", "--mtp", "int8"])
+        .code(1)
+        .stderr(contains(
+            "--mtp: expected int4 beside experts with a scale for each 64 columns",
+        ));
 }
 
 /// The kernels: batches of one token and of several, experts coded and in tiers.
 #[test]
 fn tokens_do_not_depend_on_drafts_on_devices() {
-    for kind in [Kind::Guessing, Kind::Knowing] {
-        let (_kept, dir) = model("tiny-dsa", kind);
+    for (kind, mtp) in [
+        (Kind::Guessing, MtpFormat::Int8),
+        (Kind::Knowing, MtpFormat::Int4),
+    ] {
+        let (_kept, dir) = model_of("tiny-dsa", kind, mtp);
         let n = 12;
         let plain = run(&dir, &options(Device::Cpu, 0), &request(0.0, n, 0));
         let mut devices = vec![Device::Emulator, Device::Reference];
@@ -391,7 +544,10 @@ fn commands_know_the_layer() {
     let doctor = host(&["doctor", "--deep"], none, &dir).assert();
     doctor.success().stdout(contains("drafts   layer 6"));
     let archive = dir.join("experts.ansx");
-    assert_eq!(Archive::open(&archive).unwrap().layers(), [2, 3, 4, 5, 6]);
+    assert_eq!(
+        Archive::open(&archive).unwrap().layers(),
+        [2, 3, 4, 5, 6, 6 | LOW_NIBBLES]
+    );
     host(&["verify"], &archive, &dir)
         .assert()
         .success()

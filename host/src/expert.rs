@@ -113,3 +113,19 @@ pub enum Form {
     /// Decode to scratch, then multiply as raw.
     Unfused,
 }
+
+/// The high or the low nibble of an integer `16 high + low + 8`, both from -8 to 7, as nibbles are
+/// stored: plus 8.
+pub fn int8_nibble(q: i8, low: bool) -> u8 {
+    match low {
+        true => q as u8 & 15,
+        false => (q >> 4) as u8 & 15 ^ 8,
+    }
+}
+
+/// Those of rows of signed bytes, packed, the even column in the low half.
+pub fn int8_nibbles(bytes: &[u8], low: bool) -> Vec<u8> {
+    let of = |byte: u8| int8_nibble(byte as i8, low);
+    let pairs = bytes.as_chunks::<2>().0.iter();
+    pairs.map(|[a, b]| of(*a) | of(*b) << 4).collect()
+}

@@ -10,10 +10,10 @@ use safetensors::{Dtype, SafeTensors};
 use serde::Deserialize;
 
 use crate::codec::{ScaleFormat, decode_scales};
-use crate::expert::{ExpertShape, MatrixKind, RawMatrix, ScaleKind};
+use crate::expert::{ExpertShape, MatrixKind, RawMatrix, ScaleKind, int8_nibbles};
 
 use super::error::NO_EXPERTS;
-use super::{Archive, ArchiveError};
+use super::{Archive, ArchiveError, LOW_NIBBLES};
 
 /// The raw experts of a model.
 pub trait ExpertSource: Sync {
@@ -60,6 +60,7 @@ pub struct SafetensorsExperts {
     path: PathBuf,
     map: Mmap,
     shape: ExpertShape,
+    /// The low nibbles of int8 layers after all others ([`LOW_NIBBLES`]).
     layers: Vec<u32>,
     experts: usize,
     /// Byte ranges in the map, by tensor name.
@@ -176,7 +177,7 @@ impl SafetensorsExperts {
             let at = view.data().as_ptr().addr() - map.as_ptr().addr();
             tensors.insert(name, at..at + view.data().len());
         }
-        let me = Self {
+        let mut me = Self {
             shape,
             layers: layers.into_iter().collect(),
             experts,
@@ -188,12 +189,20 @@ impl SafetensorsExperts {
             return Err(me.wrong("no experts in it; make it with `host convert`".into()));
         }
         let whole = 6 * me.layers.len() as u128 * me.experts as u128;
+        let mut lows = Vec::new();
         for &layer in &me.layers {
+            // Of row scales a layer may be of bytes.
+            let (rows, cols) = me.shape.dims(MatrixKind::Gate);
+            let first = me.tensors.get(&name(layer, 0, MatrixKind::Gate));
+            let int8 = scales == ScaleKind::Row && first.is_some_and(|r| r.len() == rows * cols);
+            if int8 {
+                lows.push(layer | LOW_NIBBLES);
+            }
             for expert in 0..me.experts {
                 for kind in MatrixKind::ALL {
                     let (rows, cols) = me.shape.dims(kind);
                     let name = name(layer, expert, kind);
-                    me.bytes(&name, rows * cols / 2)?;
+                    me.bytes(&name, if int8 { rows * cols } else { rows * cols / 2 })?;
                     me.bytes(&format!("{name}.qs"), 4 * me.shape.scales.count(rows, cols))?;
                 }
             }
@@ -204,6 +213,7 @@ impl SafetensorsExperts {
                 me.tensors.len()
             )));
         }
+        me.layers.extend(lows);
         Ok(me)
     }
 
@@ -251,14 +261,22 @@ impl ExpertSource for SafetensorsExperts {
     }
 
     fn expert(&self, layer: u32, expert: usize) -> Result<[RawMatrix<'_>; 3], ArchiveError> {
+        let number = layer & !LOW_NIBBLES;
+        let int8 = self.layers.contains(&(number | LOW_NIBBLES));
         let one = |kind| {
             let (rows, cols) = self.shape.dims(kind);
-            let name = name(layer, expert, kind);
-            let packed = self.bytes(&name, rows * cols / 2)?;
+            let name = name(number, expert, kind);
+            let packed = match int8 {
+                true => {
+                    let bytes = self.bytes(&name, rows * cols)?;
+                    Cow::Owned(int8_nibbles(bytes, layer != number))
+                }
+                false => Cow::Borrowed(self.bytes(&name, rows * cols / 2)?),
+            };
             let scales = format!("{name}.qs");
             let scales = self.bytes(&scales, 4 * self.shape.scales.count(rows, cols))?;
             Ok(RawMatrix {
-                packed: Cow::Borrowed(packed),
+                packed,
                 scales: match bytemuck::try_cast_slice(scales) {
                     Ok(s) => Cow::Borrowed(s),
                     Err(_) => Cow::Owned(decode_scales(ScaleFormat::F32, scales)),

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use clap::{Args, ValueEnum};
 
 use super::ui::{self, Progress};
-use crate::convert::{DenseFormat, Options, convert, partial_path};
+use crate::convert::{DenseFormat, MtpFormat, Options, convert, partial_path};
 use crate::expert::ScaleKind;
 use crate::interrupt;
 
@@ -20,6 +20,9 @@ pub struct ConvertArgs {
     /// Number format of the routed experts
     #[arg(long, value_enum, default_value = "int4-row")]
     experts: Format,
+    /// Number format of the experts of the layer that drafts [default: int8 beside int4-row, else int4]
+    #[arg(long, value_enum)]
+    mtp: Option<MtpArg>,
     /// Number format of the dense matrices
     #[arg(long, value_enum, default_value = "verbatim")]
     dense: DenseArg,
@@ -37,6 +40,14 @@ enum Format {
     Int4Row,
     /// One scale for each 64 columns
     Int4G64,
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+enum MtpArg {
+    /// Bytes with one scale a row
+    Int8,
+    /// As all others
+    Int4,
 }
 
 #[derive(Clone, Copy, ValueEnum)]
@@ -62,12 +73,17 @@ pub fn run(args: ConvertArgs) -> anyhow::Result<()> {
         Format::Int4Row => ScaleKind::Row,
         Format::Int4G64 => ScaleKind::G64,
     };
-    let options = Options {
-        experts: scales,
+    let mut options = Options {
         dense: args.dense.into(),
         force: args.force,
         resume: args.resume,
+        ..Options::new(scales)
     };
+    match args.mtp {
+        Some(MtpArg::Int8) => options.mtp = MtpFormat::Int8,
+        Some(MtpArg::Int4) => options.mtp = MtpFormat::Int4,
+        None => (),
+    }
     let partial = partial_path(&args.to);
     match (args.resume, partial.is_dir()) {
         (true, false) => ui::note!("{}: not there; beginning anew", partial.display()),
@@ -91,12 +107,16 @@ pub fn run(args: ConvertArgs) -> anyhow::Result<()> {
         Err(e) => return Err(e.into()),
     };
     ui::note!(
-        "{}: {} dense tensors, {:.1} MB; {} experts as {}, {:.1} MB",
+        "{}: {} dense tensors, {:.1} MB; {} experts as {}{}, {:.1} MB",
         args.to.display(),
         s.dense_tensors,
         s.dense_bytes as f64 / 1e6,
         s.experts,
         scales.name(),
+        match s.int8_experts {
+            0 => String::new(),
+            n => format!(" ({n} of them, of the layer that drafts, as int8-row)"),
+        },
         s.expert_bytes as f64 / 1e6
     );
     if s.left_out > 0 {

@@ -2,8 +2,10 @@
 //!
 //! Routed experts go through the int4 rule: per row, or per 64 columns of a row,
 //! `s = max(amax / 7, 1e-8)` and `q = clip(rint(w / s), -8, 7)`, all in f32 with IEEE division,
-//! `rint` to even. Every other tensor keeps its bytes, unless it is fp8 (bf16 then) or int8 rows are
-//! asked for: `s = max(amax / 127, 1e-8)`. Memory in use is two experts a thread.
+//! `rint` to even. Those of the layer that drafts become int8 as containers have them, `s = max(amax /
+//! 127, 1e-8)` a row and `q = clip(rint(w / s), -128, 127)`, where the others have row scales. Every other
+//! tensor keeps its bytes, unless it is fp8 (bf16 then) or int8 rows are asked for. Memory in use is two
+//! experts a thread.
 
 mod staged;
 
@@ -17,8 +19,8 @@ use std::time::{Duration, Instant};
 use rayon::prelude::*;
 use safetensors::tensor::Dtype;
 
-use crate::archive::{Digest, expert_digest, fingerprint};
-use crate::expert::{MatrixKind, RawMatrix, ScaleKind};
+use crate::archive::{Digest, LOW_NIBBLES, expert_digest, fingerprint};
+use crate::expert::{MatrixKind, RawMatrix, ScaleKind, int8_nibbles};
 use crate::interrupt;
 use crate::model::config::Config;
 use crate::model::directory::{
@@ -55,6 +57,8 @@ pub struct Summary {
     pub dense_bytes: u64,
     /// Experts quantised.
     pub experts: usize,
+    /// Of them those of int8.
+    pub int8_experts: usize,
     /// Bytes of their nibbles and scales.
     pub expert_bytes: u64,
     /// Tensors left out: those of layers that are not read, and the copies of embedding and head
@@ -125,22 +129,79 @@ fn expert_weights<'a>(
     ])
 }
 
-/// A quantised matrix: packed nibbles and scales; or the index of a weight that is not finite.
+/// A quantised matrix: packed nibbles, or bytes, and scales; or the index of a weight that is not finite.
 type Quantised = Result<(Vec<u8>, Vec<f32>), usize>;
 
-fn quantise(w: &Weight<'_>, scales: ScaleKind) -> Quantised {
-    let span = match scales {
+/// How a layer's experts become integers.
+#[derive(Clone, Copy, PartialEq)]
+enum Rule {
+    Int4(ScaleKind),
+    Int8,
+}
+
+impl Rule {
+    /// Of layer `l`.
+    fn of(l: usize, config: &Config, options: &Options) -> Self {
+        match options.mtp {
+            MtpFormat::Int8 if l == config.layers.len() => Self::Int8,
+            _ => Self::Int4(options.experts),
+        }
+    }
+
+    fn scales(self) -> ScaleKind {
+        match self {
+            Self::Int4(scales) => scales,
+            Self::Int8 => ScaleKind::Row,
+        }
+    }
+
+    /// Bytes of so many weights.
+    fn bytes(self, weights: usize) -> usize {
+        match self {
+            Self::Int4(_) => weights / 2,
+            Self::Int8 => weights,
+        }
+    }
+
+    /// Digests of an expert: of int8 one for each half of its nibbles.
+    fn digests(self, bytes: [(Vec<u8>, Vec<f32>); 3]) -> Vec<Digest> {
+        let halves: &[Option<bool>] = match self {
+            Self::Int4(_) => &[None],
+            Self::Int8 => &[Some(false), Some(true)],
+        };
+        (halves.iter())
+            .map(|half| {
+                expert_digest(&bytes.each_ref().map(|(bytes, scales)| RawMatrix {
+                    packed: match half {
+                        None => bytes.into(),
+                        Some(low) => int8_nibbles(bytes, *low).into(),
+                    },
+                    scales: scales.into(),
+                }))
+            })
+            .collect()
+    }
+}
+
+fn quantise(w: &Weight<'_>, rule: Rule) -> Quantised {
+    let span = match rule.scales() {
         ScaleKind::Row => w.cols,
         ScaleKind::G64 => gpu::arith::GROUP,
     };
     let n = w.len();
-    let mut packed = Vec::with_capacity(n / 2);
+    let mut packed = Vec::with_capacity(rule.bytes(n));
     let mut out = Vec::with_capacity(n / span);
     let mut values = vec![0.0; span];
     for at in (0..n).step_by(span) {
         w.widen(at, &mut values);
         if let Some(bad) = values.iter().position(|w| !w.is_finite()) {
             return Err(at + bad);
+        }
+        if rule == Rule::Int8 {
+            let s = int8_scale(&values);
+            out.push(s);
+            packed.extend(values.iter().map(|w| int8(*w, s) as u8));
+            continue;
         }
         let s = int4_scale(&values);
         out.push(s);
@@ -183,11 +244,22 @@ pub enum DenseFormat {
     Int8Row,
 }
 
+/// Number format of the experts of the layer that drafts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum MtpFormat {
+    /// That of all others.
+    Int4,
+    /// Signed bytes with a scale a row; beside others with row scales alone.
+    Int8,
+}
+
 /// How to convert.
 #[derive(Clone, Copy, Debug)]
 pub struct Options {
     /// Scales of the experts.
     pub experts: ScaleKind,
+    /// The layer that drafts, where there is one.
+    pub mtp: MtpFormat,
     /// The dense part.
     pub dense: DenseFormat,
     /// Replace what is there.
@@ -197,10 +269,15 @@ pub struct Options {
 }
 
 impl Options {
-    /// The experts with these scales, all else verbatim, nothing replaced or resumed.
+    /// The experts with these scales, those of the layer that drafts in int8 where these are row scales, all
+    /// else verbatim, nothing replaced or resumed.
     pub fn new(experts: ScaleKind) -> Self {
         Self {
             experts,
+            mtp: match experts {
+                ScaleKind::Row => MtpFormat::Int8,
+                ScaleKind::G64 => MtpFormat::Int4,
+            },
             dense: DenseFormat::Verbatim,
             force: false,
             resume: false,
@@ -211,7 +288,13 @@ impl Options {
 /// What a conversion is of: options, configuration, and names, lengths and times of the shards.
 fn identity(from: &Path, checkpoint: &Shards, options: &Options) -> Result<String, ModelError> {
     let mut h = blake3::Hasher::new();
-    h.update(format!("ansatz convert 2 {:?} {:?}", options.experts, options.dense).as_bytes());
+    let Options {
+        experts,
+        mtp,
+        dense,
+        ..
+    } = options;
+    h.update(format!("ansatz convert 3 {experts:?} {mtp:?} {dense:?}").as_bytes());
     let config = from.join("config.json");
     h.update(&fs::read(&config).map_err(|e| ModelError::io(&config, e, FETCH))?);
     for file in checkpoint.files() {
@@ -258,6 +341,15 @@ pub fn convert(
     let mut config = Config::read(from)?;
     let checkpoint = Shards::checkpoint(from)?;
     config.mtp = mtp::mark(&config).is_some_and(|name| checkpoint.get(&name).is_some());
+    if options.mtp == MtpFormat::Int8 && options.experts != ScaleKind::Row {
+        return Err(ModelError::field(
+            from,
+            "--mtp",
+            "int4 beside experts with a scale for each 64 columns",
+            "int8",
+            "leave it out, or convert with --experts int4-row",
+        ));
+    }
     let sparse: Vec<usize> = config.sparse_layers().collect();
     // All shapes before the first byte is written.
     for (name, shape) in inventory(&config) {
@@ -302,8 +394,11 @@ fn fill(
                 .map_err(|e| ModelError::io(&source, e, "check the space left on the disk"))?;
         }
     }
-    let digests = write_experts(checkpoint, config, scales, staged, &mut summary, progress)?;
-    let layers: Vec<u32> = config.sparse_layers().map(|l| l as u32).collect();
+    let digests = write_experts(checkpoint, config, options, staged, &mut summary, progress)?;
+    let mut layers: Vec<u32> = config.sparse_layers().map(|l| l as u32).collect();
+    let is_int8 = |l: &u32| Rule::of(*l as usize, config, options) == Rule::Int8;
+    let low: Vec<u32> = layers.iter().copied().filter(is_int8).collect();
+    layers.extend(low.iter().map(|l| l | LOW_NIBBLES));
     let shape = config.expert_shape(scales);
     let fingerprint = hex(&fingerprint(
         &shape,
@@ -441,25 +536,27 @@ fn write_dense(
 fn write_experts(
     checkpoint: &Shards,
     config: &Config,
-    scales: ScaleKind,
+    options: &Options,
     staged: &Staged,
     summary: &mut Summary,
     mut progress: impl FnMut(usize),
 ) -> Result<Vec<Digest>, ModelError> {
-    let shape = config.expert_shape(scales);
     let mut entries = Vec::new();
     for layer in config.sparse_layers() {
+        let rule = Rule::of(layer, config, options);
+        let shape = config.expert_shape(rule.scales());
         for e in 0..config.router.experts {
             for kind in MatrixKind::ALL {
                 let (rows, cols) = shape.dims(kind);
                 let name = expert_tensor(layer, e, kind);
-                let n = scales.count(rows, cols);
+                let n = shape.scales.count(rows, cols);
+                let bytes = rule.bytes(rows * cols);
                 // Columns are a multiple of 64, so both lengths are multiples of 4.
                 entries.push(Entry {
                     name: name.clone(),
                     dtype: Dtype::U8,
-                    shape: vec![rows * cols / 2],
-                    bytes: rows * cols / 2,
+                    shape: vec![bytes],
+                    bytes,
                 });
                 entries.push(Entry {
                     name: format!("{name}.qs"),
@@ -470,23 +567,34 @@ fn write_experts(
             }
         }
     }
-    let metadata = [(EXPERTS_KEY, scales.name())];
+    let metadata = [(EXPERTS_KEY, options.experts.name())];
     let path = staged.path().join(EXPERTS_FILE);
+    let all = config.router.experts;
+    // The layer that drafts is the last one; its experts have two digests each where they are int8.
+    let rules = config.sparse_layers().map(|l| Rule::of(l, config, options));
+    let single = all * rules.filter(|rule| *rule != Rule::Int8).count();
     let mut digests = staged.digests();
+    let had = match digests.len() {
+        n if n <= single => n,
+        n => single + (n - single) / 2,
+    };
+    digests.truncate(had + had.saturating_sub(single));
+    staged.keep_records(digests.len())?;
+    summary.expert_bytes = entries[..6 * had].iter().map(|e| e.bytes as u64).sum();
+    summary.experts = had;
+    summary.int8_experts = had.saturating_sub(single);
     let mut out = if digests.is_empty() {
         TensorWriter::create(&path, entries, &metadata)?
     } else {
-        TensorWriter::resume(&path, entries, &metadata, 6 * digests.len())?
+        TensorWriter::resume(&path, entries, &metadata, 6 * had)?
     };
     let mut recorded = digests.len();
-    summary.experts = recorded;
-    summary.expert_bytes = (recorded * shape.raw_bytes()) as u64;
-    let all = config.router.experts;
     let mut synced = Instant::now();
     for (done, layer) in config.sparse_layers().enumerate() {
+        let rule = Rule::of(layer, config, options);
         // A few experts per thread at a time bound what is held.
         let batch = 2 * rayon::current_num_threads();
-        let ids: Vec<usize> = (0..all).filter(|e| done * all + e >= recorded).collect();
+        let ids: Vec<usize> = (0..all).filter(|e| done * all + e >= had).collect();
         for ids in ids.chunks(batch) {
             if interrupt::requested() || synced.elapsed() > SYNC {
                 out.sync()?;
@@ -501,7 +609,7 @@ fn write_experts(
                 .par_iter()
                 .map(|e| {
                     let weights = expert_weights(checkpoint, config, layer, *e)?;
-                    Ok(weights.map(|w| quantise(&w, scales)))
+                    Ok(weights.map(|w| quantise(&w, rule)))
                 })
                 .collect::<Result<_, ModelError>>()?;
             for (e, matrices) in ids.iter().zip(quantised) {
@@ -520,20 +628,21 @@ fn write_experts(
                     let bytes: Vec<u8> = scales.iter().flat_map(|s| s.to_le_bytes()).collect();
                     out.write(&bytes)?;
                     summary.expert_bytes += (packed.len() + bytes.len()) as u64;
-                    raw.push(RawMatrix {
-                        packed: packed.into(),
-                        scales: scales.into(),
-                    });
+                    raw.push((packed, scales));
                 }
-                let raw: [RawMatrix<'_>; 3] = raw.try_into().expect("three matrices");
-                digests.push(expert_digest(&raw));
+                digests.extend(rule.digests(raw.try_into().expect("three matrices")));
                 summary.experts += 1;
+                summary.int8_experts += usize::from(rule == Rule::Int8);
             }
         }
         progress(done + 1);
     }
     out.finish()?;
     staged.record(&digests[recorded..])?;
+    // Low nibbles come after all others.
+    let pairs = digests.split_off(single.min(digests.len()));
+    digests.extend(pairs.iter().step_by(2));
+    digests.extend(pairs.iter().skip(1).step_by(2));
     Ok(digests)
 }
 

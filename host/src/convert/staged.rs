@@ -121,6 +121,19 @@ impl Staged {
         bytes.as_chunks::<16>().0.to_vec()
     }
 
+    /// Forgets all records but the first `n`.
+    pub fn keep_records(&self, n: usize) -> Result<(), ModelError> {
+        let path = self.dir.join(PROGRESS);
+        let cut = || -> std::io::Result<()> {
+            match File::options().write(true).open(&path) {
+                Ok(file) => file.set_len(16 * n as u64),
+                Err(e) if e.kind() == ErrorKind::NotFound => Ok(()),
+                Err(e) => Err(e),
+            }
+        };
+        cut().map_err(|e| ModelError::io(&path, e, ELSEWHERE))
+    }
+
     /// Records experts that are on disk.
     pub fn record(&self, digests: &[Digest]) -> Result<(), ModelError> {
         let path = self.dir.join(PROGRESS);

@@ -11,7 +11,7 @@ use super::matrix::HostMatrix;
 use super::shards::{Shards, looks_like_container};
 use super::tensors::u16s;
 use crate::archive::{ArchiveError, ExpertSource, LOW_NIBBLES};
-use crate::expert::{ExpertShape, MatrixKind, RawMatrix, ScaleKind};
+use crate::expert::{ExpertShape, MatrixKind, RawMatrix, ScaleKind, int8_nibble, int8_nibbles};
 
 /// Key of the experts' number format in `experts.safetensors` and `dense.safetensors`.
 pub const EXPERTS_KEY: &str = "ansatz.experts";
@@ -369,19 +369,12 @@ impl RawExperts {
     }
 }
 
-/// The high or the low nibbles of integers `16 high + low + 8`, packed; both from -8 to 7.
+/// The high or the low nibbles of an int8 layer's integers, of which some may be int4.
 fn nibbles(weight: &Weight<'_>, low: bool) -> Vec<u8> {
-    let pick = |q: i8| match low {
-        true => q as u8 & 15,
-        false => (q >> 4) as u8 & 15 ^ 8,
-    };
     if weight.format == Format::Int8Row {
-        let pairs = weight.bytes.as_chunks::<2>().0.iter();
-        return pairs
-            .map(|[a, b]| pick(*a as i8) | pick(*b as i8) << 4)
-            .collect();
+        return int8_nibbles(weight.bytes, low);
     }
-    let of = |nibble: u8| pick(nibble as i8 - 8);
+    let of = |nibble: u8| int8_nibble(nibble as i8 - 8, low);
     let pairs = weight.bytes.iter();
     pairs.map(|b| of(b & 15) | of(b >> 4) << 4).collect()
 }
