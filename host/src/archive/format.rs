@@ -140,7 +140,11 @@ impl Header {
         };
         let known = bytes.len().min(MAGIC.len());
         if known == 0 || bytes[..known] != MAGIC[..known] {
-            return Err(c.invalid("magic", hex(&MAGIC), hex(&bytes[..known]), FOREIGN));
+            let found = match known {
+                0 => "an empty file".into(),
+                _ => hex(&bytes[..known]),
+            };
+            return Err(c.invalid("magic", hex(&MAGIC), found, FOREIGN));
         }
         c.that(
             bytes.len() >= HEADER,

@@ -40,7 +40,7 @@ struct Findings {
     nvptx_compiler: Option<String>,
     model: Option<ModelFindings>,
     problems: Vec<Problem>,
-    /// Whether `host generate` runs, at least on the CPU.
+    /// Whether `host generate` runs, at least on the CPU; of `--deep` whether all of the model is whole.
     ok: bool,
 }
 
@@ -257,7 +257,7 @@ fn look_at_model(
     found
         .inspect_err(|e| {
             problems.push(Problem {
-                what: format!("the model in {} does not load: {e:#}", directory.display()),
+                what: format!("the model in {} does not load: {e}", directory.display()),
                 remedy: "convert it again, or name another with -m DIR".into(),
                 fatal: true,
             });
@@ -288,9 +288,10 @@ fn look_at_files(directory: &Path, deep: bool) -> anyhow::Result<(ModelFindings,
             Err(e) => {
                 config.mtp = false;
                 unread = Some(Problem {
-                    what: format!("its layer that drafts is not read: {e:#}"),
+                    what: format!("its layer that drafts is not read: {e}"),
                     remedy: "--speculate does not work until then".into(),
-                    fatal: false,
+                    // All else runs; but all was to be looked at.
+                    fatal: deep,
                 });
             }
         }
@@ -396,6 +397,9 @@ impl std::fmt::Display for Findings {
         }
         let gpu = self.devices.iter().any(|d| d.memory_free_bytes.is_some());
         let verdict = match (self.ok, gpu) {
+            (false, _) if self.model.is_some() && self.cpu.arm.is_some() => {
+                "not all of the model can be used"
+            }
             (false, _) => "`host generate` cannot run",
             (true, false) => "`host generate` runs on the CPU",
             (true, true) => "`host generate` runs on the GPU and on the CPU",

@@ -284,7 +284,11 @@ pub fn check_archive(archive: &Archive, dir: &Path, config: &Config) -> Result<b
         had = &had[..had.len() - 1];
     }
     if had != layers {
-        let found = format!("{:?}", archive.layers());
+        let mut found = format!("{had:?}");
+        if !lows.is_empty() {
+            let high: Vec<u32> = lows.iter().map(|l| l & !LOW_NIBBLES).collect();
+            found += &format!(", of int8 {high:?}");
+        }
         return wrong("layers", format!("{layers:?}"), found);
     }
     if archive.experts() != config.router.experts {
