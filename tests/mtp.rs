@@ -409,6 +409,62 @@ fn conversion_resumes_within_int8_experts() {
     }
 }
 
+/// What is wrong with the layer that drafts alone is named: where it is wanted, and where all is looked at.
+#[test]
+fn a_damaged_layer_is_named() {
+    let none = Path::new("");
+    let (_kept, dir) = model("tiny-dsa", Kind::Guessing);
+    let args = [
+        "generate",
+        "--device",
+        "cpu",
+        "--prompt-ids",
+        "1,2,3",
+        "-n",
+        "2",
+    ];
+    let fails = |args: &[&str], what: &str| {
+        let mut command = host(args, none, &dir);
+        command.assert().code(1).stderr(contains(what));
+    };
+    // An archive of the same model before it had the layer.
+    let other = support::converted("tiny-dsa", ScaleKind::Row).unwrap();
+    let other = other.path().join("model");
+    host(&["pack"], none, &other).assert().success();
+    let own = dir.join("experts.ansx");
+    let kept = dir.join("kept");
+    fs::rename(&own, &kept).unwrap();
+    fs::copy(other.join("experts.ansx"), &own).unwrap();
+    let drafting = [&args[..], &["--speculate"]].concat();
+    fails(
+        &drafting,
+        "layers: expected [2, 3, 4, 5, 6], found [2, 3, 4, 5];",
+    );
+    // The other way round, in words.
+    fs::copy(&kept, other.join("experts.ansx")).unwrap();
+    let refused = host(&args, none, &other).assert().code(1);
+    refused.stderr(contains("found [2, 3, 4, 5, 6], of int8 [6];"));
+    // A matrix of one of its experts.
+    fs::remove_file(&own).unwrap();
+    let file = dir.join("experts.safetensors");
+    let bytes = fs::read(&file).unwrap();
+    let gone = "model.layers.6.mlp.experts.7.up_proj.weight";
+    let whole = SafeTensors::deserialize(&bytes).unwrap();
+    let mut views = whole.tensors();
+    views.retain(|(name, _)| name != gone);
+    let metadata = [("ansatz.experts".to_string(), "int4-row".to_string())];
+    let less = safetensors::serialize(views, Some(metadata.into())).unwrap();
+    fs::write(&file, less).unwrap();
+    fails(&drafting, gone);
+    fails(&["pack"], gone);
+    fails(&["doctor", "--deep"], gone);
+    host(&["doctor"], none, &dir)
+        .assert()
+        .success()
+        .stdout(contains(gone));
+    host(&args, none, &dir).assert().success();
+}
+
 #[test]
 fn formats_of_the_layer_by_flag() {
     let checkpoint = checkpoint("tiny-dsa", Kind::Guessing);
@@ -470,6 +526,61 @@ fn tokens_do_not_depend_on_drafts_on_devices() {
                 ..options(Device::Emulator, speculate)
             };
             same(&run(&dir, &options, &request(0.0, n, speculate)), &plain);
+        }
+    }
+}
+
+/// Rounds of two drafts and the pass that checks them, of which one draft at most is kept: all logits' bits,
+/// and how many kinds of passes were recorded.
+fn rounds<B: LoadExperts>(backend: B, dir: &Path, kv: KvFormat) -> (Vec<u32>, usize) {
+    let mut config = with_drafts(dir);
+    config.kv = kv;
+    // Some rounds are before the positions that the indexer lists, one is across, others after them.
+    assert_eq!(config.index.top_k, 16);
+    let source = Source::open(dir, &config, None).unwrap();
+    let model = Model::load(backend, dir, config, &source, Form::Fused, |_| ()).unwrap();
+    let mut session = model.session(40, Wanted::Tail(3)).unwrap();
+    let prompt: Vec<u32> = (0..9).map(|i| (i * 53 + 5) % 256).collect();
+    let vocab = model.config().vocab;
+    let mut logits = model.forward(&mut session, &prompt, Wanted::Last).unwrap();
+    let mut next = greedy(&logits);
+    let mut out = Vec::new();
+    for round in 0..9 {
+        let drafts = model.draft(&mut session, next, 2, Some(&mut out)).unwrap();
+        assert_eq!(drafts.len(), 2);
+        let batch = [next, drafts[0], drafts[1]];
+        logits = model
+            .forward(&mut session, &batch, Wanted::Tail(3))
+            .unwrap();
+        out.extend_from_slice(&logits);
+        let kept = round % 2;
+        session.roll_back(2 - kept);
+        next = greedy(&logits[kept * vocab..][..vocab]);
+    }
+    (bits_of(&out), session.recorded_passes())
+}
+
+fn bits_of(x: &[f32]) -> Vec<u32> {
+    x.iter().map(|x| x.to_bits()).collect()
+}
+
+/// Drafts and the passes that check them are repeated as one launch each, with the bits of launches by
+/// themselves.
+#[test]
+fn drafts_and_their_checks_are_recorded() {
+    let (_kept, dir) = model("tiny-dsa", Kind::Guessing);
+    for kv in [KvFormat::F32, KvFormat::Bf16] {
+        let (want, none) = rounds(Cpu::new().unwrap(), &dir, kv);
+        assert_eq!(none, 0);
+        // Checks of three tokens; drafts after one and after two tokens.
+        let (got, recorded) = rounds(suite::emulator().unwrap(), &dir, kv);
+        assert_eq!((got == want, recorded), (true, 3), "{kv:?}");
+        match suite::cuda() {
+            Ok(cuda) => {
+                let (got, recorded) = rounds(cuda, &dir, kv);
+                assert_eq!((got == want, recorded), (true, 3), "{kv:?}");
+            }
+            Err(why) => eprintln!("skipped: {why}"),
         }
     }
 }

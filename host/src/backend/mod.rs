@@ -503,8 +503,8 @@ pub trait Backend: Sized {
         false
     }
 
-    /// Records what `pass` asks for, operators of one token at position `first`, to be done by
-    /// [`Backend::repeat`] at any position in `first..end`; nothing is done now. `pass` neither reads nor
+    /// Records what `pass` asks for, operators of tokens from position `first` on, to be done by
+    /// [`Backend::repeat`] with the first of them at any position in `first..end`; nothing is done now. `pass` neither reads nor
     /// writes. `None`, and `pass` may not have been called, where that cannot be recorded.
     fn record(
         &self,
@@ -515,7 +515,7 @@ pub trait Backend: Sized {
         Ok(None)
     }
 
-    /// Does what was recorded, for the token at `position`.
+    /// Does what was recorded, for tokens from `position` on.
     ///
     /// # Safety
     /// `position` is one that it was recorded for, and every buffer that the recorded operators used

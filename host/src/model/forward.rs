@@ -8,7 +8,7 @@ use super::cache::{Cache, Entries};
 use super::config::{INNER_EPS, LayerKind};
 use super::matrix::Matrix;
 use super::mtp;
-use super::step::Steps;
+use super::step::{Pass, Steps};
 use super::weights::{Attention, Ffn, Indexer, Latent, Layer, Mlp, Model, Moe};
 use crate::backend::{
     Attend, Backend, KvFormat, LoadExperts, Rows, RowsMut, TraceLayer, rows, rows_mut,
@@ -64,7 +64,7 @@ pub(super) struct Scratch<B: Backend> {
 /// One sequence of tokens on a model.
 pub struct Session<B: Backend> {
     /// Recorded passes, which use what follows.
-    pub(super) steps: Option<Steps<B>>,
+    pub(super) steps: Vec<Steps<B>>,
     pub(super) caches: Vec<Cache<B>>,
     pub(super) scratch: Scratch<B>,
     pub(super) mtp: Option<mtp::State<B>>,
@@ -84,14 +84,20 @@ impl<B: Backend> Session<B> {
         self.capacity
     }
 
-    /// Launches that its last token took where it was recorded, else none.
+    /// Launches that a single token takes where it was recorded, else none.
     pub fn recordings(&self) -> usize {
-        self.steps.as_ref().map_or(0, Steps::len)
+        let single = self.steps.iter().find(|s| s.pass == Pass::Tokens(1));
+        single.map_or(0, Steps::len)
+    }
+
+    /// Kinds of passes that were recorded: those of one token, of several, of drafts.
+    pub fn recorded_passes(&self) -> usize {
+        self.steps.len()
     }
 
     /// Records anew what it records.
     pub fn forget_recordings(&mut self) {
-        self.steps = None;
+        self.steps.clear();
     }
 
     /// Forgets all tokens.
@@ -176,7 +182,7 @@ impl<B: LoadExperts> Model<B> {
             logits: b.alloc(logits * c.vocab)?,
         };
         Ok(Session {
-            steps: None,
+            steps: Vec::new(),
             caches,
             scratch,
             mtp,
@@ -245,15 +251,20 @@ impl<B: LoadExperts> Model<B> {
                 Wanted::Tail(n) if last => n,
                 _ => 0,
             };
-            let stepped = match (batch, &trace) {
-                ([id], None) if tokens == 1 => self.step(session, *id)?,
-                _ => false,
+            // One token, or a draft's check.
+            let few = batch.len() == 1 || matches!(wanted, Wanted::Tail(_));
+            let stepped = few && tokens == batch.len() && trace.is_none() && {
+                let (pass, at) = (Pass::Tokens(tokens), session.position);
+                self.step(session, pass, batch, at)?
             };
             if !stepped {
                 self.batch(session, batch, trace)?;
                 self.head(&mut session.scratch, batch.len(), tokens)?;
+                self.keep_hidden(session, batch.len())?;
             }
-            self.hold(session, batch)?;
+            if let Some(state) = &mut session.mtp {
+                state.hold(batch);
+            }
             let at = logits.len();
             logits.resize(at + tokens * self.config.vocab, 0.0);
             (self.backend).read(&session.scratch.logits, 0, &mut logits[at..])?;
@@ -776,7 +787,8 @@ impl<B: LoadExperts> Model<B> {
         }
         let each = ids.chunks(top_k).zip(weights.chunks(top_k));
         for ((i, l), (ids, weights)) in c.sparse_layers().enumerate().zip(each) {
-            if except.contains(&l) {
+            // The layer that drafts is no part of such a token.
+            if except.contains(&l) || l >= self.layers.len() {
                 continue;
             }
             if let Some(usage) = usage.as_mut() {

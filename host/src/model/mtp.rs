@@ -26,6 +26,7 @@ use super::directory::Dense;
 use super::error::ModelError;
 use super::forward::Session;
 use super::matrix::Matrix;
+use super::step::Pass;
 use super::weights::{Layer, Loader, Model, Source, at};
 use crate::backend::{Backend, LoadExperts, Rows, RowsMut, rows, rows_mut};
 use crate::expert::Form;
@@ -139,6 +140,30 @@ impl<B: LoadExperts> State<B> {
 }
 
 impl<B: Backend> State<B> {
+    /// The layer's.
+    pub fn cache(&mut self) -> &mut Cache<B> {
+        &mut self.cache
+    }
+
+    /// The tokens of positions whose hidden states are in the input.
+    pub fn hold(&mut self, ids: &[u32]) {
+        self.held.extend_from_slice(ids);
+    }
+
+    /// The tokens after those that are held, `next` after the last one, and the position of the first: from
+    /// here on they are in the cache. None where nothing is held.
+    fn take_held(&mut self, next: u32) -> Option<(Vec<u32>, usize)> {
+        if self.held.is_empty() {
+            return None;
+        }
+        let first = self.len;
+        let mut following = std::mem::take(&mut self.held);
+        following.remove(0);
+        following.push(next);
+        self.len += following.len();
+        Some((following, first))
+    }
+
     /// The last `n` tokens are gone; `position` are left. A hidden state that is not held any more
     /// is missed by the next draft; the cache's last entry may be of a token that is gone.
     pub fn roll_back(&mut self, n: usize, position: usize) {
@@ -155,25 +180,18 @@ impl<B: LoadExperts> Model<B> {
 
     /// Takes in the hidden states that are held, now that `next` follows them.
     pub(super) fn catch_up(&self, session: &mut Session<B>, next: u32) -> Result<(), B::Error> {
-        let Some(state) = &mut session.mtp else {
+        let Some((following, first)) = session.mtp.as_mut().and_then(|s| s.take_held(next)) else {
             return Ok(());
         };
-        if state.held.is_empty() {
-            return Ok(());
-        }
-        let first = state.len;
-        let mut following = std::mem::take(&mut state.held);
-        following.remove(0);
-        following.push(next);
-        self.predict(session, &following, first)?;
-        if let Some(state) = &mut session.mtp {
-            state.len += following.len();
-        }
-        Ok(())
+        self.predict(session, &following, first)
     }
 
-    /// Keeps the hidden states of a batch, which are in the scratch's `x`.
-    pub(super) fn hold(&self, session: &mut Session<B>, ids: &[u32]) -> Result<(), B::Error> {
+    /// Keeps the hidden states of a batch, which are in the scratch's `x`, as the layer's input.
+    pub(super) fn keep_hidden(
+        &self,
+        session: &mut Session<B>,
+        tokens: usize,
+    ) -> Result<(), B::Error> {
         let (Some(mtp), Some(state)) = (&self.mtp, &mut session.mtp) else {
             return Ok(());
         };
@@ -183,12 +201,10 @@ impl<B: LoadExperts> Model<B> {
             &self.norm,
             c.eps,
             c.hidden,
-            ids.len(),
+            tokens,
             rows_mut(&mut s.normed, c.hidden),
         )?;
-        self.take_hidden(mtp, &s.normed, &mut state.input, ids.len())?;
-        state.held.extend_from_slice(ids);
-        Ok(())
+        self.take_hidden(mtp, &s.normed, &mut state.input, tokens)
     }
 
     /// Hidden states to the right half of the layer's input.
@@ -219,13 +235,27 @@ impl<B: LoadExperts> Model<B> {
         following: &[u32],
         first: usize,
     ) -> Result<(), B::Error> {
+        self.backend.write(&mut session.scratch.ids, 0, following)?;
+        self.begin_draft(session, following.len())?;
+        let (Some(mtp), Some(state)) = (&self.mtp, &mut session.mtp) else {
+            return Ok(());
+        };
+        let (l, n) = (self.config.layers.len(), following.len());
+        let s = &mut session.scratch;
+        self.layer(l, &mtp.layer, &mut state.cache, s, first, n)
+    }
+
+    /// What the layer's attention takes, of hidden states in its input and the tokens in the scratch's `ids`.
+    pub(super) fn begin_draft(
+        &self,
+        session: &mut Session<B>,
+        tokens: usize,
+    ) -> Result<(), B::Error> {
         let (Some(mtp), Some(state)) = (&self.mtp, &mut session.mtp) else {
             return Ok(());
         };
         let (b, c, s) = (&self.backend, &self.config, &mut session.scratch);
-        let tokens = following.len();
-        self.backend.write(&mut s.ids, 0, following)?;
-        self.embed(s, following.len())?;
+        self.embed(s, tokens)?;
         b.rms_norm(
             rows(&s.x, c.hidden),
             &mtp.embedding_norm,
@@ -241,9 +271,43 @@ impl<B: LoadExperts> Model<B> {
             tokens,
             false,
             rows_mut(&mut s.x, c.hidden),
-        )?;
-        let l = c.layers.len();
-        self.layer(l, &mtp.layer, &mut state.cache, s, first, tokens)
+        )
+    }
+
+    /// Logits of the last of `tokens` rows that the layer gave, which becomes its next input.
+    pub(super) fn end_draft(
+        &self,
+        session: &mut Session<B>,
+        tokens: usize,
+    ) -> Result<(), B::Error> {
+        let (Some(mtp), Some(state)) = (&self.mtp, &mut session.mtp) else {
+            return Ok(());
+        };
+        let (c, s) = (&self.config, &mut session.scratch);
+        let last = Rows {
+            buf: &s.x,
+            offset: (tokens - 1) * c.hidden,
+            stride: c.hidden,
+        };
+        let out = rows_mut(&mut s.normed, c.hidden);
+        (self.backend).rms_norm(last, &mtp.norm, c.eps, c.hidden, 1, out)?;
+        self.take_hidden(mtp, &s.normed, &mut state.input, 1)?;
+        self.logits(s, 1)
+    }
+
+    /// The layer and its logits, as one launch where that can be.
+    fn draft_pass(
+        &self,
+        session: &mut Session<B>,
+        following: &[u32],
+        first: usize,
+    ) -> Result<(), B::Error> {
+        let pass = Pass::Draft(following.len());
+        if self.step(session, pass, following, first)? {
+            return Ok(());
+        }
+        self.predict(session, following, first)?;
+        self.end_draft(session, following.len())
     }
 
     /// Drafts the up to `n` tokens that may come after `next`, which follows the session's sequence
@@ -256,30 +320,21 @@ impl<B: LoadExperts> Model<B> {
         n: usize,
         mut logits: Option<&mut Vec<f32>>,
     ) -> Result<Vec<u32>, B::Error> {
-        let c = &self.config;
+        let vocab = self.config.vocab;
         let n = n.min(session.capacity().saturating_sub(session.position() + 1));
-        let held = session.mtp.as_ref().map_or(0, |state| state.held.len());
-        let (Some(mtp), false) = (&self.mtp, held == 0 || n == 0) else {
+        if self.mtp.is_none() || n == 0 {
+            return Ok(Vec::new());
+        }
+        let Some((following, first)) = session.mtp.as_mut().and_then(|s| s.take_held(next)) else {
             return Ok(Vec::new());
         };
-        self.catch_up(session, next)?;
+        self.draft_pass(session, &following, first)?;
+        // Past the layer's own positions: the next tokens that are known overwrite it.
+        let mut past = first + following.len();
         let mut drafts = Vec::with_capacity(n);
-        let mut row = held - 1;
-        let mut of = Vec::with_capacity(c.vocab);
+        let mut of = vec![0.0; vocab];
         loop {
-            let (s, Some(state)) = (&mut session.scratch, &mut session.mtp) else {
-                return Ok(drafts);
-            };
-            let last = Rows {
-                buf: &s.x,
-                offset: row * c.hidden,
-                stride: c.hidden,
-            };
-            let out = rows_mut(&mut s.normed, c.hidden);
-            (self.backend).rms_norm(last, &mtp.norm, c.eps, c.hidden, 1, out)?;
-            self.logits(s, 1)?;
-            of.resize(c.vocab, 0.0);
-            self.backend.read(&s.logits, 0, &mut of)?;
+            self.backend.read(&session.scratch.logits, 0, &mut of)?;
             let draft = greedy(&of);
             if let Some(logits) = logits.as_deref_mut() {
                 logits.extend_from_slice(&of);
@@ -288,11 +343,8 @@ impl<B: LoadExperts> Model<B> {
             if drafts.len() == n {
                 return Ok(drafts);
             }
-            self.take_hidden(mtp, &s.normed, &mut state.input, 1)?;
-            // Past the layer's own positions: the next tokens that are known overwrite it.
-            let first = state.len + drafts.len() - 1;
-            self.predict(session, &[draft], first)?;
-            row = 0;
+            self.draft_pass(session, &[draft], past)?;
+            past += 1;
         }
     }
 }

@@ -243,9 +243,9 @@ pub struct KernelBackend<D: Device> {
 /// Positions of a recorded pass.
 #[derive(Clone, Copy)]
 pub(super) struct Span {
-    /// That of its token while it is recorded.
+    /// That of its first token while it is recorded.
     pub first: usize,
-    /// Past the last that it will run at.
+    /// Past the last that its first token will be at.
     pub end: usize,
 }
 
@@ -337,7 +337,7 @@ impl<D: Device> KernelBackend<D> {
             Some(span) => At {
                 word: self.position.slice(),
                 first: (first as u32).wrapping_sub(span.first as u32),
-                seen: span.end,
+                seen: (span.end - 1).saturating_add(tokens),
             },
         })
     }
