@@ -162,7 +162,12 @@ impl Layer {
             .unwrap();
             dir
         });
-        let layer = Self::open(&dir.path().join("a.ansx"));
+        let path = dir.path().join("a.ansx");
+        let layer = Self {
+            // Others are direct where the file system takes that.
+            file: Arc::new(DirectFile::buffered(&path).unwrap()),
+            ..Self::open(&path)
+        };
         let kinds = [0, 1].map(|e| layer.archive.is_plane3(2, e).unwrap());
         assert_eq!(kinds, [true, false]);
         layer

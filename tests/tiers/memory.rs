@@ -88,6 +88,47 @@ fn a_smaller_plan_takes_over_while_the_model_runs() {
     assert!(error.contains("out of memory"), "{error}");
 }
 
+/// A model that was to fit whole, and does not: while it loads, and later.
+#[test]
+fn a_plan_takes_over_where_none_was_needed() {
+    let dir = tempfile::tempdir().unwrap();
+    let model = model(ScaleKind::Row);
+    let ids: Vec<u32> = (0..40).map(|i| (i * 29 + 5) % 250).collect();
+    let fixed = fixed(dir.path());
+    let mut whole = engine::open(&model, options(), |_, _| ()).unwrap();
+    let expected = logits(whole.as_mut(), &ids).unwrap();
+    let run = |memory: Option<usize>, mib: u64, tokens: usize| {
+        let plan = request(dir.path(), fixed + (mib << 20), 1 << 30);
+        let faults = Faults {
+            memory,
+            ..Faults::default()
+        };
+        let device = MockDevice::new(EmulatedDevice::default(), faults);
+        let done = device.done().clone();
+        let given = (device, 1 << 40);
+        let opened = engine::open_whole(given, &model, &options(), &plan, &mut |_, _| ());
+        let mut engine = opened.unwrap();
+        let loading = done.peak.load(Relaxed);
+        let first = engine.placement();
+        if tokens < ids.len() {
+            engine.begin(tokens, Wanted::Last).unwrap();
+            engine.forward(&ids[..tokens], Wanted::Last).unwrap();
+        } else {
+            assert!(logits(engine.as_mut(), &ids).unwrap() == expected);
+        }
+        let now = engine.placement();
+        (first, now, loading, done.peak.load(Relaxed))
+    };
+    let (first, now, loading, running) = run(None, 8, 40);
+    assert!(first.predicted_us.is_none() && now.predicted_us.is_none());
+    let (first, now, ..) = run(Some(running - 1), 8, 40);
+    assert!(first.predicted_us.is_none(), "{first}");
+    assert!(now.predicted_us.is_some(), "{now}");
+    // A plan that leaves room for the caches.
+    let (first, ..) = run(Some(loading - 1), 2, 1);
+    assert!(first.predicted_us.is_some(), "{first}");
+}
+
 /// Of two devices the one that is refused memory gets fewer experts.
 #[test]
 fn only_the_device_that_is_short_gets_less() {
@@ -162,6 +203,7 @@ fn refused_allocations_on_cuda() {
         let devices = vec![(CudaDevice::new(0).unwrap(), 32 << 30)];
         engine::open_placed(devices, &model, &options, &request, &mut |_, _| ()).unwrap()
     };
+    // More tokens an expert than the fused kernels take, so that experts are decoded to scratch.
     let ids: Vec<u32> = (0..300).map(|i| i * 97 + 11).collect();
     let free = || device.free_bytes().unwrap();
     let before = free();

@@ -155,6 +155,14 @@ fn give_back() {
     }
 }
 
+/// Parts, whose failure is said, and loses nothing that was timed.
+fn parts(found: Result<Option<Split>, EngineError>) -> Option<Split> {
+    found.unwrap_or_else(|e| {
+        tracing::warn!("no time in parts: {e}");
+        None
+    })
+}
+
 /// What is known of a side so far.
 struct State<'a> {
     side: &'a Side,
@@ -219,18 +227,17 @@ impl<'a> State<'a> {
     }
 
     /// Behind a run: further tokens, in parts.
-    fn split(&mut self, engine: &mut dyn Engine, amount: Amount) -> Result<(), DecodeError> {
+    fn split(&mut self, engine: &mut dyn Engine, amount: Amount) {
         let vocab = engine.config().vocab;
         let ids: Vec<u32> = (0..amount.positions()).map(|t| token(t, vocab)).collect();
         let (tokens, prompts) = ids.split_at(ids.len() - amount.prompts());
         let tokens = &tokens[amount.warmup + amount.tokens..];
         if !tokens.is_empty() {
-            self.split = engine.split(tokens, 1)?;
+            self.split = parts(engine.split(tokens, 1));
         }
         if amount.prompt > 0 {
-            self.prompt = engine.split(prompts, amount.prompt)?;
+            self.prompt = parts(engine.split(prompts, amount.prompt));
         }
-        Ok(())
     }
 
     fn summary(self, runs: &[Run]) -> Summary {
@@ -294,13 +301,13 @@ pub fn measure(
         for _ in 0..2 {
             runs.push(second.run(engine.as_mut(), amount)?);
         }
-        second.split(engine.as_mut(), amount)?;
+        second.split(engine.as_mut(), amount);
         drop(engine);
         give_back();
         engine = first.load(trace, progress)?;
     }
     runs.push(first.run(engine.as_mut(), amount)?);
-    first.split(engine.as_mut(), amount)?;
+    first.split(engine.as_mut(), amount);
     let device = engine.placement().device;
     drop(engine);
     let (a, b) = (first.summary(&runs), second.map(|s| s.summary(&runs)));

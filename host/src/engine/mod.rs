@@ -22,7 +22,7 @@ use crate::placement::memory::{DensePart, cache_bytes};
 use crate::placement::request::{Request, RequestError};
 use crate::placement::{self, Plan, Profile};
 use crate::trace::Trace;
-pub use placed::open_placed;
+pub use placed::{open_placed, open_whole};
 
 /// What computes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -672,27 +672,24 @@ fn cpu() -> Result<Cpu, EngineError> {
     })
 }
 
-/// Loads a model whose experts all fit, so it seemed, into the device's memory. Where they do not, and
-/// there is an archive, they are placed by plan, and that is said.
+/// Loads a model whose experts all fit into the device's memory, so it seems.
 fn on_cuda(
     load: Load<'_>,
     backend: KernelBackend<CudaDevice>,
     options: &Options,
     progress: &mut impl FnMut(usize, usize),
 ) -> Result<Box<dyn Engine>, EngineError> {
-    let (dir, coded) = (load.dir, load.source.coded().is_some());
-    match load.on(backend, true, progress) {
-        Err(EngineError::Model(e)) if coded && placed::out_of_memory(&e) => {
-            tracing::warn!("{e}; placing experts by plan");
-            let devices = cuda_devices(&options.devices).map_err(|e| unusable("cuda", e))?;
-            let request = Request {
-                positions: options.positions,
-                ..Request::default()
-            };
-            open_placed(devices, dir, options, &request, progress)
-        }
-        other => other,
+    if load.source.coded().is_none() {
+        return load.on(backend, true, progress);
     }
+    let device = backend.device().clone();
+    let free = device.free_bytes().map_err(|e| unusable("cuda", e))?;
+    drop(backend);
+    let request = Request {
+        positions: options.positions,
+        ..Request::default()
+    };
+    open_whole((device, free), load.dir, options, &request, progress)
 }
 
 struct Load<'a> {

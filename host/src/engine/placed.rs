@@ -60,7 +60,7 @@ struct Placed<D: Device> {
     options: Options,
     request: Request,
     rates: Option<Vec<Calibration>>,
-    /// Smaller plans so far.
+    /// Smaller plans since memory sufficed.
     plans: usize,
     /// What the model was loaded by.
     planned: Option<Planned>,
@@ -81,26 +81,50 @@ pub fn open_placed<D: Device + Clone + 'static>(
     request: &Request,
     progress: &mut impl FnMut(usize, usize),
 ) -> Result<Box<dyn Engine>, EngineError> {
-    let mut placed = Placed {
-        devices,
-        dir: dir.into(),
-        options: options.clone(),
-        request: Request {
-            moving: options.repin > 0,
-            ..request.clone()
-        },
-        rates: None,
-        plans: 0,
-        planned: None,
-        loaded: None,
-        ids: Vec::new(),
-        replayed: None,
-    };
+    let mut placed = Placed::new(devices, dir, options, request);
     placed.load(progress)?;
     Ok(Box::new(placed))
 }
 
+/// Loads the model of directory `dir` with all its experts coded in the memory of one device, of which so
+/// many bytes are free. Where memory runs out all the same, now or later, it is placed by plan.
+pub fn open_whole<D: Device + Clone + 'static>(
+    device: (D, u64),
+    dir: &Path,
+    options: &Options,
+    request: &Request,
+    progress: &mut impl FnMut(usize, usize),
+) -> Result<Box<dyn Engine>, EngineError> {
+    let mut placed = Placed::new(vec![device], dir, options, request);
+    match placed.whole(progress) {
+        Ok(loaded) => placed.loaded = Some(loaded),
+        Err(e) => {
+            placed.smaller(e)?;
+            placed.load(progress)?;
+        }
+    }
+    Ok(Box::new(placed))
+}
+
 impl<D: Device + Clone + 'static> Placed<D> {
+    fn new(devices: Vec<(D, u64)>, dir: &Path, options: &Options, request: &Request) -> Self {
+        Self {
+            devices,
+            dir: dir.into(),
+            options: options.clone(),
+            request: Request {
+                moving: options.repin > 0,
+                ..request.clone()
+            },
+            rates: None,
+            plans: 0,
+            planned: None,
+            loaded: None,
+            ids: Vec::new(),
+            replayed: None,
+        }
+    }
+
     fn loaded(&self) -> &Loaded<KernelBackend<D>> {
         self.loaded.as_ref().expect("open loads it, or has failed")
     }
@@ -117,36 +141,75 @@ impl<D: Device + Clone + 'static> Placed<D> {
                     self.loaded = Some(loaded);
                     return Ok(());
                 }
-                Err(EngineError::Model(e)) => match ran_out(&e) {
-                    Some(memory) if self.shrink(&memory) => say(&e, &memory),
-                    _ => return Err(e.into()),
-                },
-                Err(e) => return Err(e),
+                Err(e) => self.smaller(e)?,
             }
         }
     }
 
-    /// Takes an eighth of what experts had of a memory; false where that was done often enough.
-    fn shrink(&mut self, memory: &Memory) -> bool {
-        let Some(planned) = self.planned.as_ref().filter(|_| self.plans < PLANS) else {
-            return false;
+    /// Says that memory has run out, and makes the next plan a smaller one; any other error stays one, and
+    /// so does this where that was done often enough.
+    fn smaller(&mut self, error: EngineError) -> Result<(), EngineError> {
+        let memory = match &error {
+            EngineError::Model(ModelError::Place { source, .. })
+            | EngineError::Backend { source, .. } => {
+                source.downcast_ref::<KernelError>().and_then(lacks)
+            }
+            _ => None,
+        };
+        let Some(memory) = memory.filter(|_| self.plans < PLANS) else {
+            return Err(error);
+        };
+        self.plans += 1;
+        // What was not planned is planned first.
+        let Some(planned) = &self.planned else {
+            tracing::warn!("{error}; placing experts by plan");
+            return Ok(());
         };
         match memory {
             Memory::Device(name) => {
+                tracing::warn!("{error}; placing fewer experts in its memory");
                 self.request.short.resize(self.devices.len(), 0);
                 let each = self.request.short.iter_mut().zip(&self.devices);
                 let plans = planned.room.iter().zip(&planned.plan.vram_of);
                 for ((short, (device, _)), (room, taken)) in each.zip(plans) {
                     // Two devices of one GPU have one name, and one memory.
-                    if device.describe() == *name {
+                    if device.describe() == name {
                         *short += room.saturating_sub(taken / 8 * 7);
                     }
                 }
             }
-            Memory::Host => self.request.ram = Some(Size::Bytes(planned.plan.ram / 8 * 7)),
+            Memory::Host => {
+                tracing::warn!("{error}; placing fewer experts in host memory");
+                self.request.ram = Some(Size::Bytes(planned.plan.ram / 8 * 7));
+            }
         }
-        self.plans += 1;
-        true
+        Ok(())
+    }
+
+    /// Loads the model without a plan.
+    fn whole(
+        &self,
+        progress: &mut impl FnMut(usize, usize),
+    ) -> Result<Loaded<KernelBackend<D>>, EngineError> {
+        let (dir, options) = (&self.dir, &self.options);
+        let config = options.config(dir)?;
+        let source = Source::open(dir, &config, options.tier)?;
+        let bytes = bytes_to_load(dir, &config, &source)?;
+        let all = bytes.last().copied().unwrap_or(0) as usize;
+        let backend = KernelBackend::new(self.devices[0].0.clone());
+        let backend = backend.map_err(|e| unusable("cuda", e))?;
+        let model = Model::load(backend, dir, config, &source, options.form, |done| {
+            progress(bytes[done - 1] as usize, all);
+        })?;
+        Ok(Loaded {
+            model,
+            session: None,
+            form: options.form,
+            gpu: true,
+            positions: options.positions,
+            plan: None,
+            repin: None,
+        })
     }
 
     fn attempt(
@@ -222,19 +285,23 @@ impl<D: Device + Clone + 'static> Placed<D> {
     /// smaller plan and with the same tokens.
     fn with<T>(
         &mut self,
+        work: impl FnMut(&mut Loaded<KernelBackend<D>>) -> Result<T, EngineError>,
+    ) -> Result<T, EngineError> {
+        let done = self.insist(work)?;
+        // The next time may be another matter.
+        self.plans = 0;
+        Ok(done)
+    }
+
+    fn insist<T>(
+        &mut self,
         mut work: impl FnMut(&mut Loaded<KernelBackend<D>>) -> Result<T, EngineError>,
     ) -> Result<T, EngineError> {
         loop {
-            let error = match work(self.loaded_mut()) {
-                Err(EngineError::Backend { device, source }) => (device, source),
+            match work(self.loaded_mut()) {
+                Err(e @ EngineError::Backend { .. }) => self.smaller(e)?,
                 other => return other,
-            };
-            let (device, source) = error;
-            let memory = match source.downcast_ref::<KernelError>().and_then(lacks) {
-                Some(memory) if self.shrink(&memory) => memory,
-                _ => return Err(EngineError::Backend { device, source }),
-            };
-            say(&*source, &memory);
+            }
             self.load_again()?;
         }
     }
@@ -256,7 +323,7 @@ impl<D: Device + Clone + 'static> Placed<D> {
             self.loaded_mut().replay(trace)?;
         }
         if let Some((capacity, wanted)) = session {
-            self.with(|loaded| {
+            self.insist(|loaded| {
                 loaded.begin(capacity, wanted)?;
                 if !ids.is_empty() {
                     loaded.forward(&ids, Wanted::None)?;
@@ -267,13 +334,6 @@ impl<D: Device + Clone + 'static> Placed<D> {
         // Not before: the tokens were counted when they came. (Usage has what a pass that failed had counted.)
         self.loaded().model.restore(usage, trace);
         Ok(())
-    }
-}
-
-fn say(error: &dyn std::fmt::Display, memory: &Memory) {
-    match memory {
-        Memory::Device(_) => tracing::warn!("{error}; placing fewer experts in its memory"),
-        Memory::Host => tracing::warn!("{error}; placing fewer experts in host memory"),
     }
 }
 
@@ -289,19 +349,6 @@ fn lacks(error: &KernelError) -> Option<Memory> {
         },
         _ => None,
     }
-}
-
-/// The memory that loading ran out of.
-fn ran_out(error: &ModelError) -> Option<Memory> {
-    let ModelError::Place { source, .. } = error else {
-        return None;
-    };
-    source.downcast_ref::<KernelError>().and_then(lacks)
-}
-
-/// Whether loading ran out of device memory.
-pub(super) fn out_of_memory(error: &ModelError) -> bool {
-    matches!(ran_out(error), Some(Memory::Device(_)))
 }
 
 impl<D: Device + Clone + 'static> Engine for Placed<D> {
