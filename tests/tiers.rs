@@ -2,9 +2,8 @@
 //! or a copy fails.
 
 use std::path::Path;
-use std::sync::Arc;
-use std::sync::OnceLock;
 use std::sync::atomic::Ordering::Relaxed;
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use assert_cmd::Command;
@@ -356,13 +355,23 @@ fn several_devices_give_the_same_bits() {
     }
 }
 
+/// The GPU, for one test at a time, since one takes its memory; none, which is said, without a GPU.
+fn gpu() -> Option<MutexGuard<'static, ()>> {
+    static GPU: Mutex<()> = Mutex::new(());
+    // Also a context takes memory.
+    let turn = GPU.lock().unwrap_or_else(PoisonError::into_inner);
+    if let Err(e) = CudaDevice::new(0) {
+        assert!(std::env::var_os("ANSATZ_REQUIRE_CUDA").is_none(), "{e}");
+        eprintln!("skipped: {e}");
+        return None;
+    }
+    Some(turn)
+}
+
 /// Two logical devices of one GPU, and as many GPUs as there are.
 #[test]
 fn several_devices_give_the_same_bits_on_cuda() {
-    if let Err(e) = CudaDevice::new(0) {
-        assert!(std::env::var_os("ANSATZ_REQUIRE_CUDA").is_none(), "{e}");
-        return eprintln!("skipped: {e}");
-    }
+    let Some(_gpu) = gpu() else { return };
     let all: Vec<u32> = (0..CudaDevice::count()).collect();
     for ordinals in [
         vec![0, 0],
@@ -397,13 +406,9 @@ fn tiers_give_the_same_bits() {
 
 #[test]
 fn tiers_give_the_same_bits_on_cuda() {
-    match CudaDevice::new(0) {
-        Ok(device) => same_bits(&KernelBackend::new(device).unwrap(), seed()),
-        Err(e) => {
-            assert!(std::env::var_os("ANSATZ_REQUIRE_CUDA").is_none(), "{e}");
-            eprintln!("skipped: {e}");
-        }
-    }
+    let Some(_gpu) = gpu() else { return };
+    let device = CudaDevice::new(0).unwrap();
+    same_bits(&KernelBackend::new(device).unwrap(), seed());
 }
 
 #[test]

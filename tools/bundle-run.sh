@@ -11,7 +11,7 @@ part() { printf '\n== %s\n' "$*"; "$@" || { echo "FAILED: $*"; failed=$((failed 
 
 part ./host doctor
 case " $parts " in *" suite "*)
-    for t in tests/kernels_* tests/tiers tests/oracle; do
+    for t in tests/units tests/kernels_* tests/tiers tests/oracle; do
         part "$t" cuda --nocapture
     done
     ;;

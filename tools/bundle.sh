@@ -24,6 +24,8 @@ for line in sys.stdin:
     if m.get("reason") == "compiler-artifact" and m["profile"]["test"] and m.get("executable"):
         if "test" in m["target"]["kind"]:
             print(m["target"]["name"], m["executable"])
+        elif "lib" in m["target"]["kind"] and m["target"]["name"] == "host":
+            print("units", m["executable"])
 ' >"$out/tests.list"
 target=$(cargo metadata --format-version 1 --no-deps | python3 -c 'import json,sys; print(json.load(sys.stdin)["target_directory"])')
 cp "$target/release/host" "$out/host"

@@ -132,33 +132,37 @@ fn placements_on_several_devices_are_compared() {
         .stdout(contains("\"split\":null"));
 }
 
+/// Tokens in parts, on these devices.
+fn split_on<D: Device + Clone + 'static>(devices: Vec<D>, request: &Request) -> Split {
+    let model = model(ScaleKind::Row);
+    let ids = [1, 2, 3, 4];
+    let devices = devices.into_iter().map(|d| (d, 1 << 30)).collect();
+    let opened = engine::open_placed(devices, &model, &options(), request, &mut |_, _| ());
+    let mut engine = opened.unwrap();
+    engine.begin(16, Wanted::Last).unwrap();
+    let plain = engine.forward(&ids, Wanted::Last).unwrap();
+    engine.begin(16, Wanted::Last).unwrap();
+    let split = engine.split(&ids[..3], 1).unwrap().unwrap();
+    // What follows is recorded anew, without events.
+    assert!(engine.forward(&ids[3..], Wanted::Last).unwrap() == plain);
+    split
+}
+
 /// Tokens in parts where the host has one in them, where devices cannot use each other's memory, and where
 /// nobody can tell.
 #[test]
 fn tokens_are_split_into_parts() {
     let dir = tempfile::tempdir().unwrap();
-    let model = model(ScaleKind::Row);
     let fixed = fixed(dir.path());
-    let ids = [1, 2, 3, 4];
     let split = |devices: usize, apart: bool, request: &Request| -> Split {
-        let devices = (0..devices)
-            .map(|_| {
-                let faults = Faults {
-                    apart,
-                    ..Faults::default()
-                };
-                (MockDevice::new(EmulatedDevice::default(), faults), 1 << 30)
-            })
-            .collect();
-        let opened = engine::open_placed(devices, &model, &options(), request, &mut |_, _| ());
-        let mut engine = opened.unwrap();
-        engine.begin(16, Wanted::Last).unwrap();
-        let plain = engine.forward(&ids, Wanted::Last).unwrap();
-        engine.begin(16, Wanted::Last).unwrap();
-        let split = engine.split(&ids[..3], 1).unwrap().unwrap();
-        // What follows is recorded anew, without events.
-        assert!(engine.forward(&ids[3..], Wanted::Last).unwrap() == plain);
-        split
+        let device = || {
+            let faults = Faults {
+                apart,
+                ..Faults::default()
+            };
+            MockDevice::new(EmulatedDevice::default(), faults)
+        };
+        split_on((0..devices).map(|_| device()).collect(), request)
     };
     let value = |split: &Split| serde_json::to_value(split).unwrap();
     let everything = spread(dir.path(), fixed + (8 << 20), 0);
@@ -180,9 +184,36 @@ fn tokens_are_split_into_parts() {
         device: engine::Device::Cpu,
         ..options()
     };
-    let mut engine = engine::open(&model, cpu, |_, _| ()).unwrap();
+    let mut engine = engine::open(&model(ScaleKind::Row), cpu, |_, _| ()).unwrap();
     engine.begin(4, Wanted::Last).unwrap();
-    assert_eq!(engine.split(&ids, 1).unwrap(), None);
+    assert_eq!(engine.split(&[1, 2], 1).unwrap(), None);
+}
+
+/// Events in the recorded token of GPUs: of one, of two logical ones, and of as many as there are.
+#[test]
+fn tokens_are_split_into_parts_on_cuda() {
+    let Some(_gpu) = gpu() else { return };
+    let dir = tempfile::tempdir().unwrap();
+    let everything = spread(dir.path(), fixed(dir.path()) + (8 << 20), 0);
+    let mut little = request(dir.path(), fixed(dir.path()) + (2 << 20), 1 << 20);
+    little.tiers = Some(vec![Tier::RamRaw, Tier::RamAns, Tier::DiskAns]);
+    let all: Vec<u32> = (0..CudaDevice::count()).collect();
+    for ordinals in [vec![0], vec![0, 0], all] {
+        let devices = || {
+            ordinals
+                .iter()
+                .map(|o| CudaDevice::new(*o).unwrap())
+                .collect()
+        };
+        let found = split_on(devices(), &everything);
+        println!("devices {ordinals:?}: {found}");
+        check(&serde_json::to_value(&found).unwrap(), ordinals.len(), 1);
+        if ordinals.len() == 1 {
+            let found = split_on(devices(), &little);
+            println!("experts elsewhere: {found}");
+            check(&serde_json::to_value(&found).unwrap(), 1, 4);
+        }
+    }
 }
 
 /// A recorded token keeps what its layers choose on the device; layers with experts elsewhere are noted as
