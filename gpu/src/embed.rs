@@ -1,8 +1,8 @@
 //! Rows of the embedding table.
 //!
-//! `out[t] = table[ids[t]]`, bf16 widened to f32, or signed bytes times the row's scale. One block a
-//! token, its threads stride over the columns. An id past the table gives a row of zeros: the host
-//! checks ids, this only keeps the read inside the table.
+//! `out[t] = table[ids[t]]`, bf16 widened to f32, or signed bytes times the row's scale. A thread a
+//! column, so that no load of a row waits for another. An id past the table gives a row of zeros: the
+//! host checks ids, this only keeps the read inside the table.
 
 use bytemuck::{Pod, Zeroable};
 use cuda_std::mem::{Global, GlobalMut, Slice};
@@ -13,7 +13,7 @@ use crate::arith::bf16;
 /// Threads of a block.
 pub const THREADS: u32 = 256;
 
-/// Arguments. Grid: `[tokens, 1, 1]`.
+/// Arguments. Grid: `[ceil(cols / 256), tokens, 1]`, 256 threads.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
 pub struct EmbedArgs {
@@ -45,19 +45,18 @@ fn body(args: &EmbedArgs, value: impl Fn(u32, u64, u32) -> f32) {
             GlobalMut::<f32>::new(args.out),
         )
     };
-    let token = thread::block_idx_x();
+    let token = thread::block_idx_y();
     let id = ids.load(token);
     // Vocabulary times columns can pass 2^32.
     let start = id as u64 * args.cols as u64;
-    let mut c = thread::thread_idx_x();
-    while c < args.cols {
+    let c = thread::block_idx_x() * THREADS + thread::thread_idx_x();
+    if c < args.cols {
         let v = if id < args.vocab {
             value(id, start, c)
         } else {
             0.0
         };
         out.store(token * args.out_stride + c, v);
-        c += THREADS;
     }
 }
 

@@ -72,7 +72,8 @@ impl<D: Device> KernelBackend<D> {
             out_stride: to.stride,
             reserved: 0,
         };
-        let launch = Launch::new([word("tokens", tokens)?, 1, 1], gpu::embed::THREADS);
+        let blocks = args.cols.div_ceil(gpu::embed::THREADS);
+        let launch = Launch::new([blocks, word("tokens", tokens)?, 1], gpu::embed::THREADS);
         if part.int8 {
             self.launch::<EmbedInt8>(launch, args)
         } else {
