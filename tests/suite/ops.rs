@@ -64,7 +64,13 @@ pub fn elementwise<B: LoadExperts>(b: &B) {
             case!(b, format!("add {dims:?}"), at.len(tokens),
                 [x: Vec<f32>, at: At, dims: [usize; 2]], |be, out| {
                 let x = be.upload(x)?;
-                be.add(rows(&x, *at), dims[0], dims[1], rows_mut(out, *at))
+                be.add(rows(&x, *at), None, dims[0], dims[1], rows_mut(out, *at))
+            });
+            case!(b, format!("add two {dims:?}"), at.len(tokens),
+                [x: Vec<f32>, y: Vec<f32>, at: At, dims: [usize; 2]], |be, out| {
+                let (x, y) = (be.upload(x)?, be.upload(y)?);
+                let also = Some(rows(&y, *at));
+                be.add(rows(&x, *at), also, dims[0], dims[1], rows_mut(out, *at))
             });
         }
     }

@@ -489,14 +489,26 @@ pub trait Backend: Sized {
         out: RowsMut<'_, Self::Buf<f32>>,
     ) -> Result<(), Self::Error>;
 
-    /// `out = out + x`, elementwise over rows of `cols`.
+    /// `out = out + x`, or `out = out + (x + also)`, elementwise over rows of `cols`.
     fn add(
         &self,
         x: Rows<'_, Self::Buf<f32>>,
+        also: Option<Rows<'_, Self::Buf<f32>>>,
         cols: usize,
         tokens: usize,
         out: RowsMut<'_, Self::Buf<f32>>,
     ) -> Result<(), Self::Error>;
+
+    /// Does what `part` asks for beside what follows up to [`Backend::together`], where that can be, else
+    /// before it: neither uses what the other writes. One part at a time.
+    fn aside(&self, part: &mut dyn FnMut() -> Result<(), Self::Error>) -> Result<(), Self::Error> {
+        part()
+    }
+
+    /// What follows comes behind what was done aside.
+    fn together(&self) -> Result<(), Self::Error> {
+        Ok(())
+    }
 
     /// Whether [`Backend::experts`] of these is done without the host, so that it can be recorded.
     fn recordable(&self, _experts: &Self::Experts) -> bool {

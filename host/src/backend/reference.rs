@@ -627,14 +627,16 @@ impl Backend for Reference {
     fn add(
         &self,
         x: Rows<'_, Vec<f32>>,
+        also: Option<Rows<'_, Vec<f32>>>,
         cols: usize,
         tokens: usize,
         mut out: RowsMut<'_, Vec<f32>>,
     ) -> Result<()> {
         for t in 0..tokens {
             let x = x.row(t, cols)?;
-            for (o, x) in out.row(t, cols)?.iter_mut().zip(x) {
-                *o += x;
+            let also = also.map(|a| a.row(t, cols)).transpose()?;
+            for (c, o) in out.row(t, cols)?.iter_mut().enumerate() {
+                *o += also.map_or(x[c], |also| x[c] + also[c]);
             }
         }
         Ok(())

@@ -53,6 +53,7 @@ pub(super) struct Scratch<B: Backend> {
     expert_ids: B::Buf<u32>,
     expert_weights: B::Buf<f32>,
     expert_out: B::Buf<f32>,
+    shared_out: B::Buf<f32>,
     /// What a recorded token chose, `[layers with experts, top_k]`, and its weights.
     pub kept_ids: B::Buf<u32>,
     pub kept_weights: B::Buf<f32>,
@@ -176,6 +177,11 @@ impl<B: LoadExperts> Model<B> {
             expert_ids: b.alloc(t * c.router.top_k)?,
             expert_weights: b.alloc(t * c.router.top_k)?,
             expert_out: b.alloc(t * c.hidden)?,
+            shared_out: b.alloc(if c.shared_intermediate > 0 {
+                t * c.hidden
+            } else {
+                0
+            })?,
             kept_ids: b.alloc(kept)?,
             kept_weights: b.alloc(kept)?,
             keep: false,
@@ -335,8 +341,11 @@ impl<B: LoadExperts> Model<B> {
         tokens: usize,
     ) -> Result<(), B::Error> {
         self.before_experts(l, layer, cache, s, first, tokens)?;
+        let b = &self.backend;
+        b.aside(&mut || self.shared_expert(layer, s, tokens))?;
         self.experts(l, layer, s, first, tokens)?;
-        self.after_experts(layer, s, tokens)
+        b.together()?;
+        self.sum_experts(layer, s, tokens)
     }
 
     /// A layer up to the choice of experts; all of it where it has none.
@@ -363,8 +372,8 @@ impl<B: LoadExperts> Model<B> {
             Mlp::Dense(ffn) => self.ffn(
                 ffn,
                 &s.normed,
-                &mut s.gate_up,
-                &mut s.activated,
+                (&mut s.gate_up, &mut s.activated),
+                true,
                 &mut s.x,
                 tokens,
             ),
@@ -397,8 +406,31 @@ impl<B: LoadExperts> Model<B> {
         self.count(l, s, first, tokens)
     }
 
-    /// What a layer does behind its routed experts.
-    pub(super) fn after_experts(
+    /// A layer's shared expert, if it has one.
+    fn shared_expert(
+        &self,
+        layer: &Layer<B>,
+        s: &mut Scratch<B>,
+        tokens: usize,
+    ) -> Result<(), B::Error> {
+        match &layer.mlp {
+            Mlp::Sparse(Moe {
+                shared: Some(shared),
+                ..
+            }) => self.ffn(
+                shared,
+                &s.normed,
+                (&mut s.gate_up, &mut s.activated),
+                false,
+                &mut s.shared_out,
+                tokens,
+            ),
+            _ => Ok(()),
+        }
+    }
+
+    /// Adds what a layer's experts have computed, if it has any.
+    fn sum_experts(
         &self,
         layer: &Layer<B>,
         s: &mut Scratch<B>,
@@ -408,22 +440,25 @@ impl<B: LoadExperts> Model<B> {
             return Ok(());
         };
         let hidden = self.config.hidden;
-        if let Some(shared) = &moe.shared {
-            self.ffn(
-                shared,
-                &s.normed,
-                &mut s.gate_up,
-                &mut s.activated,
-                &mut s.expert_out,
-                tokens,
-            )?;
-        }
+        let shared = moe.shared.as_ref();
         self.backend.add(
             rows(&s.expert_out, hidden),
+            shared.map(|_| rows(&s.shared_out, hidden)),
             hidden,
             tokens,
             rows_mut(&mut s.x, hidden),
         )
+    }
+
+    /// What a layer does behind its routed experts where these are not done with the rest.
+    pub(super) fn after_experts(
+        &self,
+        layer: &Layer<B>,
+        s: &mut Scratch<B>,
+        tokens: usize,
+    ) -> Result<(), B::Error> {
+        self.shared_expert(layer, s, tokens)?;
+        self.sum_experts(layer, s, tokens)
     }
 
     /// `matrix * x`, plus what was there where `add`; rows of a matrix of several pieces go beside one
@@ -489,7 +524,6 @@ impl<B: LoadExperts> Model<B> {
         let (b, c, mla, col) = (&self.backend, &self.config, &self.config.mla, &self.columns);
         let width = mla.latent + mla.rope;
         let q_head = mla.nope + mla.rope;
-        let latent = &mut cache.rows[0];
         self.linear(
             rows(&s.normed, c.hidden),
             &layer.input,
@@ -498,13 +532,9 @@ impl<B: LoadExperts> Model<B> {
             false,
             rows_mut(&mut s.projected, col.stride),
         )?;
-        let projected = |offset| Rows {
-            buf: &s.projected,
-            offset,
-            stride: col.stride,
-        };
+        b.aside(&mut || self.latent_rows(layer, cache, s, first, tokens))?;
         b.rms_norm(
-            projected(0),
+            rows(&s.projected, col.stride),
             &layer.q_norm,
             INNER_EPS,
             c.q_lora,
@@ -547,31 +577,11 @@ impl<B: LoadExperts> Model<B> {
             },
             width,
         )?;
-        b.rms_norm(
-            projected(col.latent),
-            &layer.kv_norm,
-            INNER_EPS,
-            mla.latent,
-            tokens,
-            latent.rows(&mut s.wide, first, width, 0),
-        )?;
-        b.rope(
-            projected(col.rope),
-            mla.rope,
-            1,
-            mla.rope,
-            0,
-            &self.inv_freq,
-            first,
-            tokens,
-            latent.rows(&mut s.wide, first, width, mla.latent),
-            mla.rope,
-        )?;
-        latent.keep(b, &s.wide, first, width, tokens)?;
+        b.together()?;
         // Lists that hold every position say no more than causality does.
         let listed = first + tokens > c.index.top_k;
-        if let (Some(indexer), Some(keys)) = (&layer.indexer, &mut cache.index_keys) {
-            self.index(indexer, keys, s, first, tokens, listed)?;
+        if let (Some(indexer), Some(keys), true) = (&layer.indexer, &cache.index_keys, listed) {
+            self.index(indexer, keys, s, first, tokens)?;
         }
         let attend = if listed {
             Attend::Listed {
@@ -583,7 +593,7 @@ impl<B: LoadExperts> Model<B> {
         };
         b.attention(
             rows(&s.q_absorbed, mla.heads * width),
-            latent.cached(),
+            cache.rows[0].cached(),
             attend,
             mla,
             first,
@@ -609,22 +619,47 @@ impl<B: LoadExperts> Model<B> {
         )
     }
 
-    /// Appends the indexer's keys; where `listed`, also chooses each token's positions.
-    fn index(
+    /// Appends a layer's latent rows, and the keys of its indexer if it has one.
+    fn latent_rows(
         &self,
-        indexer: &Indexer<B>,
-        keys: &mut B::Buf<f32>,
+        layer: &Latent<B>,
+        cache: &mut Cache<B>,
         s: &mut Scratch<B>,
         first: usize,
         tokens: usize,
-        listed: bool,
     ) -> Result<(), B::Error> {
         let (b, c, col) = (&self.backend, &self.config, &self.columns);
-        let (rope, index) = (c.mla.rope, &c.index);
+        let (mla, index) = (&c.mla, &c.index);
+        let width = mla.latent + mla.rope;
+        let latent = &mut cache.rows[0];
         let projected = |offset| Rows {
             buf: &s.projected,
             offset,
             stride: col.stride,
+        };
+        b.rms_norm(
+            projected(col.latent),
+            &layer.kv_norm,
+            INNER_EPS,
+            mla.latent,
+            tokens,
+            latent.rows(&mut s.wide, first, width, 0),
+        )?;
+        b.rope(
+            projected(col.rope),
+            mla.rope,
+            1,
+            mla.rope,
+            0,
+            &self.inv_freq,
+            first,
+            tokens,
+            latent.rows(&mut s.wide, first, width, mla.latent),
+            mla.rope,
+        )?;
+        latent.keep(b, &s.wide, first, width, tokens)?;
+        let (Some(indexer), Some(keys)) = (&layer.indexer, &mut cache.index_keys) else {
+            return Ok(());
         };
         b.layer_norm(
             projected(col.index_key),
@@ -639,8 +674,8 @@ impl<B: LoadExperts> Model<B> {
             rows(&s.index_key, index.dim),
             index.dim,
             1,
-            rope,
-            index.dim - rope,
+            mla.rope,
+            index.dim - mla.rope,
             &self.inv_freq,
             first,
             tokens,
@@ -651,10 +686,25 @@ impl<B: LoadExperts> Model<B> {
                 moves: true,
             },
             index.dim,
-        )?;
-        if !listed {
-            return Ok(());
-        }
+        )
+    }
+
+    /// Chooses each token's positions.
+    fn index(
+        &self,
+        indexer: &Indexer<B>,
+        keys: &B::Buf<f32>,
+        s: &mut Scratch<B>,
+        first: usize,
+        tokens: usize,
+    ) -> Result<(), B::Error> {
+        let (b, c, col) = (&self.backend, &self.config, &self.columns);
+        let (rope, index) = (c.mla.rope, &c.index);
+        let projected = |offset| Rows {
+            buf: &s.projected,
+            offset,
+            stride: col.stride,
+        };
         let q_width = index.heads * index.dim;
         self.linear(
             rows(&s.q_latent, c.q_lora),
@@ -687,14 +737,13 @@ impl<B: LoadExperts> Model<B> {
         )
     }
 
-    /// `out += down(silu(gate(x)) * up(x))`.
-    #[allow(clippy::too_many_arguments)]
+    /// `down(silu(gate(x)) * up(x))`, plus what was there where `add`.
     fn ffn(
         &self,
         ffn: &Ffn<B>,
         x: &B::Buf<f32>,
-        gate_up: &mut B::Buf<f32>,
-        activated: &mut B::Buf<f32>,
+        (gate_up, activated): (&mut B::Buf<f32>, &mut B::Buf<f32>),
+        add: bool,
         out: &mut B::Buf<f32>,
         tokens: usize,
     ) -> Result<(), B::Error> {
@@ -723,7 +772,7 @@ impl<B: LoadExperts> Model<B> {
             &ffn.down,
             width,
             tokens,
-            true,
+            add,
             rows_mut(out, hidden),
         )
     }

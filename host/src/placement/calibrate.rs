@@ -626,7 +626,7 @@ fn dense<D: Device>(
         times.push(seconds(&mut || {
             (0..MANY).try_for_each(|_| {
                 let (x, out) = (rows(&x, 64), rows_mut(&mut out, 64));
-                backend.add(x, 64, 1, out)
+                backend.add(x, None, 64, 1, out)
             })
         })?);
     }

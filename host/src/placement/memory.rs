@@ -120,7 +120,12 @@ pub fn activations(config: &Config, positions: usize) -> u64 {
         + 3 * ffn
         + c.router.experts
         + 2 * c.router.top_k;
-    let a_token = a_token + if config.mtp { 2 * c.hidden } else { 0 };
+    let shared = if c.shared_intermediate > 0 {
+        c.hidden
+    } else {
+        0
+    };
+    let a_token = a_token + shared + if config.mtp { 2 * c.hidden } else { 0 };
     let a_token = a_token + if config.kv == KvFormat::F32 { 0 } else { width };
     // Scratch of an operator is at most this, or one token's; two are alive at a time.
     let scratch = 2 * crate::backend::kernels::plan::SCRATCH as u64;

@@ -805,13 +805,27 @@ impl Backend for Cpu {
     fn add(
         &self,
         x: Rows<'_, Buf<f32>>,
+        also: Option<Rows<'_, Buf<f32>>>,
         cols: usize,
         tokens: usize,
         out: RowsMut<'_, Buf<f32>>,
     ) -> Result<(), CpuError> {
-        map_rows(x, out, cols, tokens, |x, out| {
-            for (out, x) in out.iter_mut().zip(x) {
-                *out += x;
+        let Some(also) = also else {
+            map_rows(x, out, cols, tokens, |x, out| {
+                for (out, x) in out.iter_mut().zip(x) {
+                    *out += x;
+                }
+            });
+            return Ok(());
+        };
+        let jobs = all_rows(x, tokens, cols)
+            .into_iter()
+            .zip(all_rows(also, tokens, cols))
+            .zip(all_rows_mut(out, tokens, cols))
+            .collect();
+        for_each(tokens * cols >= 1 << 16, jobs, |((x, also), out)| {
+            for (out, (x, also)) in out.iter_mut().zip(x.iter().zip(also)) {
+                *out += x + also;
             }
         });
         Ok(())

@@ -19,6 +19,7 @@ mod tests;
 use std::collections::BTreeMap;
 use std::ffi::{CStr, c_void};
 use std::ptr::null_mut;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use cuda_loader::sys::{self, LaunchAttribute, LaunchConfig, function_attribute, jit_option};
@@ -94,6 +95,10 @@ struct Inner {
     stream: Stream,
     /// Of copies beside it.
     copies: Stream,
+    /// Of what is recorded aside.
+    side: Stream,
+    /// Whether what is recorded goes there.
+    aside: AtomicBool,
     /// Whether a kernel may start while the one before it runs ([`cuda_std::grid`]): its PTX knows of
     /// it, and the driver.
     overlaps: bool,
@@ -114,6 +119,14 @@ impl Inner {
         let current = CurrentContext::set_current(&self.context);
         current.map_err(|e| self.error("cuCtxSetCurrent", e))?;
         Ok(turn)
+    }
+
+    /// The stream that what follows goes to.
+    fn current(&self) -> &Stream {
+        match self.aside.load(Ordering::Relaxed) {
+            true => &self.side,
+            false => &self.stream,
+        }
     }
 
     fn synchronize(&self) -> Result<(), DeviceError> {
@@ -236,6 +249,7 @@ impl CudaDevice {
         let module = load_module(&info)?;
         let stream = non_blocking_stream(&name)?;
         let copies = non_blocking_stream(&name)?;
+        let side = non_blocking_stream(&name)?;
         let has_launch_ex = |d: &cuda_loader::Driver| !d.missing().contains(&"cuLaunchKernelEx");
         let overlaps = info.ptx == "sm_90" && cuda_loader::load().is_ok_and(has_launch_ex);
         let mut functions = Vec::with_capacity(KernelId::ALL.len());
@@ -257,6 +271,8 @@ impl CudaDevice {
                 functions,
                 stream,
                 copies,
+                side,
+                aside: AtomicBool::new(false),
                 overlaps,
                 module,
                 context,
@@ -612,7 +628,7 @@ impl Device for CudaDevice {
         unsafe {
             memory
                 .range(offset, bytes)
-                .set_8_async(value, &inner.stream)
+                .set_8_async(value, inner.current())
         }
         .map_err(|e| inner.error("cuMemsetD8Async", e))
     }
@@ -633,7 +649,7 @@ impl Device for CudaDevice {
         // SAFETY: both ranges lie in live memory, and whatever uses it next does in the same stream.
         unsafe {
             to.range(offset, bytes)
-                .async_copy_from(&from.range(start, bytes), &inner.stream)
+                .async_copy_from(&from.range(start, bytes), inner.current())
         }
         .map_err(|e| inner.error("cuMemcpyDtoDAsync", e))
     }
@@ -751,6 +767,28 @@ impl Device for CudaDevice {
         self.inner.order(&self.inner.copies, &self.inner.stream)
     }
 
+    fn aside(&self) -> Result<(), DeviceError> {
+        let inner = &self.inner;
+        if !inner.pool().set_aside() {
+            return Ok(());
+        }
+        inner.order(&inner.stream, &inner.side)?;
+        inner.aside.store(true, Ordering::Relaxed);
+        Ok(())
+    }
+
+    fn back(&self) {
+        self.inner.aside.store(false, Ordering::Relaxed);
+    }
+
+    fn together(&self) -> Result<(), DeviceError> {
+        let inner = &self.inner;
+        match inner.pool().together() {
+            true => inner.order(&inner.side, &inner.stream),
+            false => Ok(()),
+        }
+    }
+
     unsafe fn launch<K: KernelFn>(
         &self,
         launch: Launch,
@@ -764,7 +802,7 @@ impl Device for CudaDevice {
         let [x, y, z] = launch.grid;
         let mut parameters = [(&raw mut args).cast::<c_void>()];
         let function = inner.functions[K::ID as usize].to_raw().cast();
-        let stream = inner.stream.as_inner().cast();
+        let stream = inner.current().as_inner().cast();
         // SAFETY: the function is the kernel's, which takes one argument of type `K::Args` by value
         // (one row of the table gives both); the driver copies it, and the attribute, before it
         // returns. The views in it are the caller's promise.
@@ -819,7 +857,7 @@ impl Device for CudaDevice {
         check_range("set", offset, 4, memory.size)?;
         let inner = &self.inner;
         let _turn = inner.enter()?;
-        let (address, stream) = (memory.address + offset as u64, inner.stream.as_inner());
+        let (address, stream) = (memory.address + offset as u64, inner.current().as_inner());
         // SAFETY: in live memory, and whatever uses it next does in the same stream.
         check(unsafe { sys::cuMemsetD32Async(address, value, 1, stream.cast()) })
             .map_err(|e| driver_error(&inner.info.to_string(), "cuMemsetD32Async", e))

@@ -275,6 +275,21 @@ pub trait Device: Send + Sync {
     /// What follows in the stream waits for the copies so far.
     fn join(&self) -> Result<(), DeviceError>;
 
+    /// What follows up to [`Device::back`] is done beside what follows that up to [`Device::together`],
+    /// where this kind of device can and launches are recorded; memory that is given back up to there is
+    /// not taken again before.
+    fn aside(&self) -> Result<(), DeviceError> {
+        Ok(())
+    }
+
+    /// Ends that; what was given stays beside the stream.
+    fn back(&self) {}
+
+    /// What follows in the stream waits for what was done aside.
+    fn together(&self) -> Result<(), DeviceError> {
+        Ok(())
+    }
+
     /// Launches a kernel; a grid with a zero does nothing.
     ///
     /// # Safety

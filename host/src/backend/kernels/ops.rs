@@ -903,22 +903,38 @@ impl<D: Device> Backend for KernelBackend<D> {
     fn add(
         &self,
         x: Rows<'_, Self::Buf<f32>>,
+        also: Option<Rows<'_, Self::Buf<f32>>>,
         cols: usize,
         tokens: usize,
         out: RowsMut<'_, Self::Buf<f32>>,
     ) -> Result<()> {
         let from = input("add: x", x, tokens, cols)?;
+        let also = also
+            .map(|a| input("add: also", a, tokens, cols))
+            .transpose()?;
         let to = output("add: out", &out, tokens, cols)?;
         let args = gpu::add::AddArgs {
             x: from.slice,
+            also: also.as_ref().map_or(Slice::EMPTY, |a| a.slice),
             out: to.slice,
             x_stride: from.stride,
+            also_stride: also.map_or(0, |a| a.stride),
             out_stride: to.stride,
             cols: word("columns", cols)?,
-            reserved: 0,
         };
         let threads = gpu::add::THREADS;
         let grid = [blocks(cols, threads), word("tokens", tokens)?, 1];
         self.launch::<Add>(Launch::new(grid, threads), args)
+    }
+
+    fn aside(&self, part: &mut dyn FnMut() -> Result<()>) -> Result<()> {
+        self.device().aside()?;
+        let done = part();
+        self.device().back();
+        done
+    }
+
+    fn together(&self) -> Result<()> {
+        Ok(self.device().together()?)
     }
 }

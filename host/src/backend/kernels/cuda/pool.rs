@@ -18,6 +18,9 @@ pub struct Pool {
     recording: Option<(usize, Sizes)>,
     /// Memory of each device's recordings, and how many they are.
     recorded: BTreeMap<usize, (Sizes, usize)>,
+    /// What was given back since something was recorded aside, which those recorded beside it must not
+    /// take.
+    held: Option<Sizes>,
 }
 
 impl Pool {
@@ -33,7 +36,7 @@ impl Pool {
     /// Gives it back.
     pub fn give(&mut self, size: usize, address: u64) {
         let recording = self.recording.as_mut().map(|(_, sizes)| sizes);
-        let to = recording.unwrap_or(&mut self.free);
+        let to = (self.held.as_mut().or(recording)).unwrap_or(&mut self.free);
         to.entry(size).or_default().push(address);
     }
 
@@ -58,8 +61,29 @@ impl Pool {
         self.recording = Some((first, std::mem::take(sizes)));
     }
 
+    /// From here on two sequences of launches are recorded beside one another; false where none are
+    /// recorded.
+    pub fn set_aside(&mut self) -> bool {
+        if self.records() && self.held.is_none() {
+            self.held = Some(Sizes::new());
+        }
+        self.records()
+    }
+
+    /// They end; false where there were none.
+    pub fn together(&mut self) -> bool {
+        let Some(held) = self.held.take() else {
+            return false;
+        };
+        for (size, addresses) in held {
+            addresses.into_iter().for_each(|a| self.give(size, a));
+        }
+        true
+    }
+
     /// One recording more, to be ended by [`Pool::drop_recording`].
     pub fn end_recording(&mut self) {
+        self.together();
         if let Some((first, sizes)) = self.recording.take() {
             let (kept, recordings) = self.recorded.entry(first).or_default();
             *kept = sizes;
@@ -119,6 +143,25 @@ mod tests {
             );
             assert_eq!(pool_size(size), size);
         }
+    }
+
+    #[test]
+    fn what_goes_on_beside_shares_nothing() {
+        let mut pool = Pool::default();
+        assert!(!pool.set_aside() && !pool.together(), "nothing is recorded");
+        pool.give(256, 1);
+        pool.begin_recording(0);
+        assert!(pool.set_aside());
+        assert_eq!(pool.take(256), Some(1), "nobody has used it since");
+        pool.give(256, 1);
+        assert_eq!(pool.take(256), None);
+        assert!(pool.together() && !pool.together());
+        assert_eq!(pool.take(256), Some(1));
+        assert!(pool.set_aside());
+        pool.give(256, 1);
+        pool.end_recording();
+        pool.drop_recording(0);
+        assert_eq!(pool.take(256), Some(1));
     }
 
     #[test]

@@ -1,6 +1,7 @@
 //! Launches recorded as a CUDA graph.
 
 use std::ptr::null_mut;
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::ThreadId;
 
@@ -142,7 +143,10 @@ pub fn end(devices: &[&Arc<Inner>]) -> Result<CudaRecording, DeviceError> {
         check(unsafe { sys::cuStreamEndCapture(stream(first), &raw mut graph) })
             .map_err(|e| failed(first, "cuStreamEndCapture", e))
     });
-    devices.iter().for_each(|d| d.recorder.end());
+    for device in devices {
+        device.aside.store(false, Ordering::Relaxed);
+        device.recorder.end();
+    }
     ended?;
     // SAFETY: a graph that was just made, given back below; valid pointers.
     let done =
