@@ -9,8 +9,9 @@
 //! 2. The query's products with the scales lie in shared memory, [`STAGED`] rows at a time: every thread
 //!    of the block takes the same ones.
 //! 3. [`AHEAD`] rows are under way at once, each reloaded into the register that it leaves; the first
-//!    ones are loaded ahead of the wait for the kernel before. A latent size that is no multiple of a
-//!    word takes single columns.
+//!    ones are loaded ahead of the wait for the kernel before. No branch lies between their loads, since
+//!    a use in another basic block waits for all of them. A latent size that is no multiple of a word
+//!    takes single columns.
 //! 4. Four tokens share each weight that was read; a single token takes a body of its own.
 
 use bytemuck::{Pod, Zeroable};
@@ -223,6 +224,7 @@ unsafe fn body<W: Weights, const N: usize>(args: AbsorbArgs, token0: u32) {
             });
         });
     };
+    let mut ahead = at(AHEAD);
     let mut first = 0;
     while first < args.nope {
         // Rows past the end stand in for the last, and are not multiplied.
@@ -247,28 +249,32 @@ unsafe fn body<W: Weights, const N: usize>(args: AbsorbArgs, token0: u32) {
         thread::sync_threads();
         let rows = (args.nope - first).min(STAGED);
         if by_word {
+            let whole = rows / AHEAD * AHEAD;
             let mut base = 0;
-            while base < rows {
+            while base < whole {
                 unroll!(h < 8, {
                     let row = base + 8 * h as u32;
-                    if row + 8 <= rows {
-                        let x = eight::<N>(products, row);
-                        unroll!(i < 8, {
-                            multiply(x[i], W::widen(w[h][i]));
-                            let next = first + row + i as u32 + AHEAD;
-                            words.reload_u32(ours && next < args.nope, at(next), &mut w[h][i]);
-                        });
-                    } else if row < rows {
-                        let x = eight::<N>(products, row);
-                        unroll!(i < 8, {
-                            if row + (i as u32) < rows {
-                                multiply(x[i], W::widen(w[h][i]));
-                            }
-                        });
-                    }
+                    let x = eight::<N>(products, row);
+                    unroll!(i < 8, {
+                        multiply(x[i], W::widen(w[h][i]));
+                        let next = first + row + i as u32 + AHEAD;
+                        words.reload_u32(ours && next < args.nope, ahead, &mut w[h][i]);
+                        ahead += latent / W::COLS;
+                    });
                 });
                 base += AHEAD;
             }
+            unroll!(h < 8, {
+                let row = whole + 8 * h as u32;
+                if row < rows {
+                    let x = eight::<N>(products, row);
+                    unroll!(i < 8, {
+                        if row + (i as u32) < rows {
+                            multiply(x[i], W::widen(w[h][i]));
+                        }
+                    });
+                }
+            });
         } else if ours {
             let mut row = 0;
             while row < rows {
