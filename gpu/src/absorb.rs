@@ -4,45 +4,40 @@
 //! weights of signed bytes the query is multiplied by the row's scale first (rounded),
 //! `fma(q[h][j] * scales[h * (nope + value) + j], kv_b[...][c])`.
 //!
-//! 1. A thread owns the columns of one 32-bit word of one head, so a warp reads 128 neighbouring bytes
-//!    of each weight row; the sum runs over rows, in order, in registers.
-//! 2. The query's products with the scales lie in shared memory, [`STAGED`] rows at a time: every thread
-//!    of the block takes the same ones.
-//! 3. [`AHEAD`] rows are under way at once, each reloaded into the register that it leaves; the first
-//!    ones are loaded ahead of the wait for the kernel before. No branch lies between their loads, since
-//!    a use in another basic block waits for all of them. A latent size that is no multiple of a word
-//!    takes single columns.
-//! 4. Four tokens share each weight that was read; a single token takes a body of its own.
+//! 1. A thread owns a column of a head; the sum runs over rows, in order, in a register.
+//! 2. [`ROWS`] rows at a time lie in shared memory: of the weights the [`SLAB`] bytes of each that the
+//!    block's columns are, all under way together, the first from before the wait for the kernel ahead;
+//!    of the query the products with the scales. Weights whose rows are no multiple of 16 bytes are read
+//!    where they are.
+//! 3. Four tokens share each weight that was read; a single token takes a body of its own.
+//!
+//! Shared memory: the weights' slabs.
 
 use bytemuck::{Pod, Zeroable};
-use cuda_std::mem::{Global, GlobalMut, Slice};
+use cuda_std::mem::{Global, GlobalMut, Slice, cp_async_16, cp_async_commit, cp_async_wait};
 use cuda_std::shared::Shared;
 use cuda_std::{grid, kernel, shared_array, thread};
 
 use crate::arith::{bf16, fma};
-use crate::linear_int8::widen4;
 use crate::unroll;
 
-/// Threads of a block of [`absorb_query()`].
-pub const THREADS: u32 = 128;
+/// Bytes of a row that a block's columns are.
+pub const SLAB: u32 = 256;
 
-/// Threads of a block of [`absorb_query_int8()`].
-pub const THREADS_INT8: u32 = 64;
+/// Rows in shared memory at once.
+pub const ROWS: u32 = 256;
+
+/// Threads and columns of a block of [`absorb_query()`].
+pub const COLS: u32 = SLAB / 2;
+
+/// Threads and columns of a block of [`absorb_query_int8()`].
+pub const COLS_INT8: u32 = SLAB;
 
 /// Tokens of a block.
 pub const TOKENS: u32 = 4;
 
-/// Columns of a block, of either kernel.
-pub const COLS: u32 = 256;
-
-/// Rows that are under way at once: eight times eight.
-pub const AHEAD: u32 = 64;
-
-/// Rows whose products with the query are in shared memory at once, a multiple of [`AHEAD`].
-pub const STAGED: u32 = 256;
-
-/// Arguments. Grid: `[ceil(latent / 256), heads, ceil(tokens / 4)]`, 128 threads, or 64 of
-/// [`absorb_query_int8()`].
+/// Arguments. Grid: `[ceil(latent / columns), heads, ceil(tokens / 4)]`, a thread a column, dynamic shared
+/// memory [`shared_bytes`].
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
 pub struct AbsorbArgs {
@@ -72,53 +67,34 @@ pub struct AbsorbArgs {
     pub tokens: u32,
 }
 
+/// Dynamic shared memory of a launch over `nope` rows.
+pub const fn shared_bytes(nope: u32) -> u32 {
+    SLAB * if nope < ROWS { nope } else { ROWS }
+}
+
 /// How weights are stored.
 trait Weights {
     type Element: Pod;
-    /// Columns of a word, at most 4.
+    /// Columns of a block.
     const COLS: u32;
-    /// Threads of a block.
-    const THREADS: u32;
-    /// Rows of a thread of those that are staged together, at most 4.
-    const PASSES: usize = (STAGED / Self::THREADS) as usize;
-    /// A word's columns, the lowest first.
-    fn widen(word: u32) -> [f32; 4];
-    fn one(w: &Global<Self::Element>, at: u32) -> f32;
-    /// What row `j` of the query is multiplied by, where anything.
-    fn scale(scales: &Global<f32>, j: u32) -> f32;
-    /// A query's element as it is multiplied.
-    fn scaled(x: f32, scale: f32) -> f32;
+    fn widen(weight: Self::Element) -> f32;
+    /// A query's element for row `j`, as it is multiplied.
+    fn scaled(x: f32, scales: &Global<f32>, j: u32) -> f32;
 }
 
 struct Bf16;
 
 impl Weights for Bf16 {
     type Element = u16;
-    const COLS: u32 = 2;
-    const THREADS: u32 = THREADS;
+    const COLS: u32 = COLS;
 
     #[inline(always)]
-    fn widen(w: u32) -> [f32; 4] {
-        [
-            f32::from_bits(w << 16),
-            f32::from_bits(w & 0xffff_0000),
-            0.0,
-            0.0,
-        ]
+    fn widen(weight: u16) -> f32 {
+        bf16(weight)
     }
 
     #[inline(always)]
-    fn one(w: &Global<u16>, at: u32) -> f32 {
-        bf16(w.load_nc(at))
-    }
-
-    #[inline(always)]
-    fn scale(_scales: &Global<f32>, _j: u32) -> f32 {
-        1.0
-    }
-
-    #[inline(always)]
-    fn scaled(x: f32, _scale: f32) -> f32 {
+    fn scaled(x: f32, _scales: &Global<f32>, _j: u32) -> f32 {
         x
     }
 }
@@ -127,28 +103,138 @@ struct Int8;
 
 impl Weights for Int8 {
     type Element = u8;
-    const COLS: u32 = 4;
-    const THREADS: u32 = THREADS_INT8;
+    const COLS: u32 = COLS_INT8;
 
     #[inline(always)]
-    fn widen(word: u32) -> [f32; 4] {
-        widen4(word)
+    fn widen(weight: u8) -> f32 {
+        f32::from(weight as i8)
     }
 
     #[inline(always)]
-    fn one(w: &Global<u8>, at: u32) -> f32 {
-        f32::from(w.load_nc(at) as i8)
+    fn scaled(x: f32, scales: &Global<f32>, j: u32) -> f32 {
+        x * scales.load_nc(j)
     }
+}
 
-    #[inline(always)]
-    fn scale(scales: &Global<f32>, j: u32) -> f32 {
-        scales.load_nc(j)
+/// Copies the block's slabs of rows `first ..`, at most [`ROWS`]; 16 bytes past a row's end, where a
+/// block has more columns than there are, are not asked for.
+#[inline(always)]
+fn copy<W: Weights>(
+    slabs: Shared<W::Element>,
+    kv_b: Global<W::Element>,
+    (first, rows): (u32, u32),
+    latent: u32,
+) {
+    const PIECES: u32 = SLAB / 16;
+    let columns = 16 / size_of::<W::Element>() as u32;
+    let start = thread::block_idx_x() * W::COLS;
+    let mut i = thread::thread_idx_x();
+    while i < rows * PIECES {
+        let (row, piece) = (i / PIECES, i % PIECES);
+        let column = start + piece * columns;
+        if column < latent {
+            let from = ((first + row) * latent + column) / columns * 4;
+            cp_async_16(slabs, i * 4, kv_b, from);
+        }
+        i += W::COLS;
     }
+    cp_async_commit();
+}
 
-    #[inline(always)]
-    fn scaled(x: f32, scale: f32) -> f32 {
-        x * scale
+/// # Safety
+/// As the kernels'.
+#[inline(always)]
+unsafe fn body<W: Weights, const N: usize>(args: AbsorbArgs, token0: u32) {
+    const { assert!(N == 1 || N == TOKENS as usize) };
+    let products = shared_array![f32; (ROWS * TOKENS) as usize];
+    let head = thread::block_idx_y();
+    let t = thread::thread_idx_x();
+    let latent = args.latent;
+    let c = thread::block_idx_x() * W::COLS + t;
+    let first_row = u64::from(head * args.head_rows);
+    // SAFETY: the caller's: live views, as long as the arguments say; scales where there are any; the
+    // launch has that much shared memory.
+    let (q, out, kv_b, scales, slabs) = unsafe {
+        (
+            Global::<f32>::new(args.q),
+            GlobalMut::<f32>::new(args.out),
+            Global::<W::Element>::new(args.kv_b).at(first_row * u64::from(latent)),
+            Global::<f32>::new(args.scales).at(if args.scales.len == 0 { 0 } else { first_row }),
+            Shared::<W::Element>::dynamic(
+                0,
+                shared_bytes(args.nope) / size_of::<W::Element>() as u32,
+            ),
+        )
+    };
+    let row_bytes = latent * size_of::<W::Element>() as u32;
+    let copied = row_bytes.is_multiple_of(16) && kv_b.addr().is_multiple_of(16);
+    if copied {
+        copy::<W>(slabs, kv_b, (0, args.nope.min(ROWS)), latent);
     }
+    grid::wait();
+
+    let mut from = [0; N];
+    unroll!(n < N, {
+        from[n] = (token0 + n as u32).min(args.tokens - 1) * args.q_stride + head * args.q_head;
+    });
+    let mut acc = [0.0f32; N];
+    let mut first = 0;
+    while first < args.nope {
+        let rows = (args.nope - first).min(ROWS);
+        let mut row = t;
+        while row < rows {
+            unroll!(n < N, {
+                let x = W::scaled(q.load(from[n] + first + row), &scales, first + row);
+                products.store(row * N as u32 + n as u32, x);
+            });
+            row += W::COLS;
+        }
+        cp_async_wait::<0>();
+        thread::sync_threads();
+        if c < latent {
+            let weight = |row: u32| {
+                if copied {
+                    W::widen(slabs.load(row * W::COLS + t))
+                } else {
+                    W::widen(kv_b.load_nc((first + row) * latent + c))
+                }
+            };
+            let mut row = 0;
+            while row + 8 <= rows {
+                let mut w = [0.0; 8];
+                unroll!(i < 8, {
+                    w[i] = weight(row + i as u32);
+                });
+                let x = eight::<N>(products, row);
+                unroll!(i < 8, {
+                    unroll!(n < N, {
+                        acc[n] = fma(x[i][n], w[i], acc[n]);
+                    });
+                });
+                row += 8;
+            }
+            while row < rows {
+                let w = weight(row);
+                unroll!(n < N, {
+                    acc[n] = fma(products.load(row * N as u32 + n as u32), w, acc[n]);
+                });
+                row += 1;
+            }
+        }
+        first += ROWS;
+        if first < args.nope {
+            thread::sync_threads();
+            if copied {
+                copy::<W>(slabs, kv_b, (first, (args.nope - first).min(ROWS)), latent);
+            }
+        }
+    }
+    unroll!(n < N, {
+        let token = token0 + n as u32;
+        if c < latent && token < args.tokens {
+            out.store(token * args.out_stride + head * args.out_head + c, acc[n]);
+        }
+    });
 }
 
 /// The products of eight rows from `row` on, a multiple of 8, with each token's query.
@@ -171,141 +257,6 @@ fn eight<const N: usize>(products: Shared<f32>, row: u32) -> [[f32; N]; 8] {
         });
     }
     eight
-}
-
-/// # Safety
-/// As the kernels'.
-#[inline(always)]
-unsafe fn body<W: Weights, const N: usize>(args: AbsorbArgs, token0: u32) {
-    const { assert!(N == 1 || N == TOKENS as usize) };
-    let products = shared_array![f32; (STAGED * TOKENS) as usize];
-    let head = thread::block_idx_y();
-    let t = thread::thread_idx_x();
-    let (c, latent) = (
-        W::COLS * (thread::block_idx_x() * (COLS / W::COLS) + t),
-        args.latent,
-    );
-    let (ours, last) = (c < latent, args.nope.saturating_sub(1));
-    let first_row = u64::from(head * args.head_rows);
-    // SAFETY: the caller's: live views, as long as the arguments say; scales where there are any.
-    let (q, out, kv_b, scales) = unsafe {
-        (
-            Global::<f32>::new(args.q),
-            GlobalMut::<f32>::new(args.out),
-            Global::<W::Element>::new(args.kv_b).at(first_row * u64::from(latent)),
-            Global::<f32>::new(args.scales).at(if args.scales.len == 0 { 0 } else { first_row }),
-        )
-    };
-    let mut from = [0; N];
-    unroll!(i < N, {
-        from[i] = (token0 + i as u32).min(args.tokens - 1) * args.q_stride + head * args.q_head;
-    });
-    let by_word = latent.is_multiple_of(W::COLS) && kv_b.addr().is_multiple_of(4);
-    // SAFETY: no elements.
-    let none = unsafe { Global::<W::Element>::new(Slice::EMPTY) };
-    let words = if by_word { kv_b } else { none }.cast::<u32>();
-    let at = |j: u32| (j * latent + c) / W::COLS;
-    let mut w = [[0u32; 8]; 8];
-    unroll!(h < 8, {
-        unroll!(i < 8, {
-            let j = (8 * h + i) as u32;
-            words.reload_u32(by_word && ours && j < args.nope, at(j), &mut w[h][i]);
-        });
-    });
-    grid::wait();
-
-    let mut acc = [[0.0f32; 4]; N];
-    let mut multiply = |x: [f32; N], w: [f32; 4]| {
-        unroll!(i < N, {
-            unroll!(k < 4, {
-                if (k as u32) < W::COLS {
-                    acc[i][k] = fma(x[i], w[k], acc[i][k]);
-                }
-            });
-        });
-    };
-    let mut ahead = at(AHEAD);
-    let mut first = 0;
-    while first < args.nope {
-        // Rows past the end stand in for the last, and are not multiplied.
-        let mut values = [[0.0; N]; 4];
-        unroll!(i < 4, {
-            if i < W::PASSES {
-                let row = (first + t + i as u32 * W::THREADS).min(last);
-                let scale = W::scale(&scales, row);
-                unroll!(n < N, {
-                    values[i][n] = W::scaled(q.load(from[n] + row), scale);
-                });
-            }
-        });
-        unroll!(i < 4, {
-            if i < W::PASSES {
-                let row = t + i as u32 * W::THREADS;
-                unroll!(n < N, {
-                    products.store(row * N as u32 + n as u32, values[i][n]);
-                });
-            }
-        });
-        thread::sync_threads();
-        let rows = (args.nope - first).min(STAGED);
-        if by_word {
-            let whole = rows / AHEAD * AHEAD;
-            let mut base = 0;
-            while base < whole {
-                unroll!(h < 8, {
-                    let row = base + 8 * h as u32;
-                    let x = eight::<N>(products, row);
-                    unroll!(i < 8, {
-                        multiply(x[i], W::widen(w[h][i]));
-                        let next = first + row + i as u32 + AHEAD;
-                        words.reload_u32(ours && next < args.nope, ahead, &mut w[h][i]);
-                        ahead += latent / W::COLS;
-                    });
-                });
-                base += AHEAD;
-            }
-            unroll!(h < 8, {
-                let row = whole + 8 * h as u32;
-                if row < rows {
-                    let x = eight::<N>(products, row);
-                    unroll!(i < 8, {
-                        if row + (i as u32) < rows {
-                            multiply(x[i], W::widen(w[h][i]));
-                        }
-                    });
-                }
-            });
-        } else if ours {
-            let mut row = 0;
-            while row < rows {
-                let mut w = [0.0; 4];
-                unroll!(k < 4, {
-                    if (k as u32) < W::COLS && c + (k as u32) < latent {
-                        w[k] = W::one(&kv_b, (first + row) * latent + c + k as u32);
-                    }
-                });
-                let mut x = [0.0; N];
-                unroll!(n < N, {
-                    x[n] = products.load(row * N as u32 + n as u32);
-                });
-                multiply(x, w);
-                row += 1;
-            }
-        }
-        thread::sync_threads();
-        first += STAGED;
-    }
-    unroll!(i < N, {
-        let token = token0 + i as u32;
-        if ours && token < args.tokens {
-            let to = token * args.out_stride + head * args.out_head + c;
-            unroll!(k < 4, {
-                if (k as u32) < W::COLS && c + (k as u32) < latent {
-                    out.store(to + k as u32, acc[i][k]);
-                }
-            });
-        }
-    });
 }
 
 /// # Safety
@@ -337,7 +288,7 @@ pub unsafe fn absorb_query(args: AbsorbArgs) {
 ///
 /// # Safety
 /// As [`absorb_query()`].
-#[kernel(threads = 64, prologue)]
+#[kernel(threads = 256, prologue)]
 pub unsafe fn absorb_query_int8(args: AbsorbArgs) {
     // SAFETY: the caller's.
     unsafe { absorb::<Int8>(args) }

@@ -117,7 +117,7 @@ pub unsafe fn rms_norm(args: NormArgs) {
             GlobalMut::<f32>::new(args.out),
         )
     };
-    let weight = Held::new(weight, 0, args.cols, |w, c| w.load_nc(c));
+    let weight = Held::new(weight, 0, args.cols, |w, c| w.load(c));
     grid::wait();
     // SAFETY: the caller's.
     let row = unsafe { position(args.at, 0) };
@@ -149,8 +149,8 @@ pub unsafe fn layer_norm(args: NormArgs) {
             GlobalMut::<f32>::new(args.out),
         )
     };
-    let weight = Held::new(weight, 0, args.cols, |w, c| w.load_nc(c));
-    let bias = Held::new(bias, 0, args.cols, |w, c| w.load_nc(c));
+    let weight = Held::new(weight, 0, args.cols, |w, c| w.load(c));
+    let bias = Held::new(bias, 0, args.cols, |w, c| w.load(c));
     grid::wait();
     let token = thread::block_idx_x();
     let to = token * args.out_stride;

@@ -1,8 +1,10 @@
 //! Loads and stores of the nvptx64 back end: one instruction each, in an explicit state space.
 //!
-//! Loads of memory that changes are `pure, readonly`: LLVM may merge and move them, but not across
-//! a store, a barrier or a wait. Loads through the read-only path are `pure, nomem`: what they read
-//! does not change while the kernel runs.
+//! Loads are `pure, readonly`: LLVM may merge and move them, but not across a store, a barrier or a wait.
+//! So are those through the read-only path: what they read does not change while the kernel runs, but
+//! where they stand ahead of a wait for the kernel before they are meant to stay there, and behind one
+//! they may read what that kernel has written. (`ptxas` still moves `ld.global.nc` behind such a wait,
+//! `ld.global` not.)
 
 use bytemuck::Pod;
 use core::arch::asm;
@@ -137,7 +139,7 @@ space!(
     reg64,
     "ld.global.nc",
     "ld.global.nc",
-    [pure, nomem]
+    [pure, readonly]
 );
 space!(
     StreamSpace,
@@ -145,7 +147,7 @@ space!(
     reg64,
     "ld.global.nc",
     "ld.global.nc.L1::no_allocate",
-    [pure, nomem]
+    [pure, readonly]
 );
 space!(
     SharedSpace,

@@ -275,7 +275,8 @@ impl<T: Pod> Global<T> {
     ///
     /// One predicated instruction whose outputs are its inputs: a loop that reloads a buffer right
     /// after its last use keeps it in the same registers, where plain assignment makes the compiler
-    /// copy, and wait for the load just issued.
+    /// copy, and wait for the load just issued. Not through the read-only path: `ptxas` moves those loads
+    /// behind a [`crate::grid::wait`] that they are to run ahead of.
     #[inline(always)]
     #[track_caller]
     pub fn reload_v4_stream(&self, condition: bool, word: u32, registers: &mut [u32; 4]) {
@@ -284,11 +285,11 @@ impl<T: Pod> Global<T> {
         unsafe {
             core::arch::asm!(
                 "{{ .reg .pred p; setp.ne.u32 p, {c}, 0;",
-                "@p ld.global.nc.L1::no_allocate.v4.u32 {{{x}, {y}, {z}, {w}}}, [{a}]; }}",
+                "@p ld.global.L1::no_allocate.v4.u32 {{{x}, {y}, {z}, {w}}}, [{a}]; }}",
                 x = inlateout(reg32) registers[0], y = inlateout(reg32) registers[1],
                 z = inlateout(reg32) registers[2], w = inlateout(reg32) registers[3],
                 c = in(reg32) u32::from(condition), a = in(reg64) self.addr + bytes_to::<u32>(word),
-                options(pure, nomem, nostack, preserves_flags)
+                options(pure, readonly, nostack, preserves_flags)
             );
         }
         #[cfg(not(target_arch = "nvptx64"))]
@@ -306,10 +307,10 @@ impl<T: Pod> Global<T> {
         unsafe {
             core::arch::asm!(
                 "{{ .reg .pred p; setp.ne.u32 p, {c}, 0;",
-                "@p ld.global.nc.L1::no_allocate.v2.u32 {{{x}, {y}}}, [{a}]; }}",
+                "@p ld.global.L1::no_allocate.v2.u32 {{{x}, {y}}}, [{a}]; }}",
                 x = inlateout(reg32) registers[0], y = inlateout(reg32) registers[1],
                 c = in(reg32) u32::from(condition), a = in(reg64) self.addr + bytes_to::<u32>(word),
-                options(pure, nomem, nostack, preserves_flags)
+                options(pure, readonly, nostack, preserves_flags)
             );
         }
         #[cfg(not(target_arch = "nvptx64"))]
@@ -326,10 +327,10 @@ impl<T: Pod> Global<T> {
         // SAFETY: in bounds by the contract of `new` where the condition holds.
         unsafe {
             core::arch::asm!(
-                "{{ .reg .pred p; setp.ne.u32 p, {c}, 0; @p ld.global.nc.u32 {x}, [{a}]; }}",
+                "{{ .reg .pred p; setp.ne.u32 p, {c}, 0; @p ld.global.u32 {x}, [{a}]; }}",
                 x = inlateout(reg32) *register,
                 c = in(reg32) u32::from(condition), a = in(reg64) self.addr + bytes_to::<u32>(word),
-                options(pure, nomem, nostack, preserves_flags)
+                options(pure, readonly, nostack, preserves_flags)
             );
         }
         #[cfg(not(target_arch = "nvptx64"))]

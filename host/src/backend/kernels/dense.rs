@@ -180,16 +180,21 @@ impl<D: Device> KernelBackend<D> {
             latent: word("latent", mla.latent)?,
             tokens: word("tokens", tokens)?,
         };
+        let columns = match part.int8 {
+            true => gpu::absorb::COLS_INT8,
+            false => gpu::absorb::COLS,
+        };
         let grid = [
-            blocks(mla.latent, gpu::absorb::COLS),
+            blocks(mla.latent, columns),
             word("heads", mla.heads)?,
             blocks(tokens, gpu::absorb::TOKENS),
         ];
+        let shared = gpu::absorb::shared_bytes(args.nope);
+        let launch = Launch::new(grid, columns).shared(shared);
         if part.int8 {
-            let launch = Launch::new(grid, gpu::absorb::THREADS_INT8);
             self.launch::<AbsorbQueryInt8>(launch, args)
         } else {
-            self.launch::<AbsorbQuery>(Launch::new(grid, gpu::absorb::THREADS), args)
+            self.launch::<AbsorbQuery>(launch, args)
         }
     }
 
