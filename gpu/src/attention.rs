@@ -328,7 +328,7 @@ pub unsafe fn attention_chunk(args: AttentionArgs) {
 ///
 /// # Safety
 /// As [`attention_chunk()`].
-#[kernel(threads = 256)]
+#[kernel(threads = 256, min_blocks = 1)]
 pub unsafe fn attention_chunk_bf16(args: AttentionArgs) {
     let position = shared_array![u32; 64];
     let score = shared_array![f32; 256];
