@@ -619,6 +619,13 @@ fn chat_answers_each_line_and_begins_anew() {
     assert_ne!(answers(&question.repeat(2), &[]), twice);
     assert_ne!(answers(question, &["--system", "Speak of the Army."]), once);
     assert_eq!(answers("/exit\nno more\n", &[]), Vec::<String>::new());
+    // Refused before anything loads.
+    chat(&["-c", "999999"])
+        .write_stdin(question)
+        .assert()
+        .code(1)
+        .stdout("")
+        .stderr(contains("--ctx-size 999999: the model has"));
     // Text in, text out.
     chat(&["-m"])
         .arg(tiny())

@@ -10,6 +10,7 @@ pub mod convert;
 pub mod engine;
 pub mod eval;
 pub mod expert;
+mod files;
 pub mod generate;
 pub mod interrupt;
 pub mod model;

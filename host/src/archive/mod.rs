@@ -112,13 +112,15 @@ impl Archive {
     /// The file is mapped: it must not be changed or cut while the archive is open.
     pub fn open(path: impl AsRef<Path>) -> Result<Self, ArchiveError> {
         let path = path.as_ref();
-        let file = File::open(path).map_err(|e| ArchiveError::io(path, "open", e, UNREADABLE))?;
-        let len = (file.metadata())
-            .map_err(|e| ArchiveError::io(path, "read the length of", e, UNREADABLE))?;
-        if !len.is_file() {
+        let unopened = |e| ArchiveError::io(path, "open", e, UNREADABLE);
+        // Opening a pipe would wait for it.
+        if !std::fs::metadata(path).map_err(unopened)?.is_file() {
             return Err(ArchiveError::NotAFile { path: path.into() });
         }
-        let len = len.len();
+        let file = File::open(path).map_err(unopened)?;
+        let len = (file.metadata())
+            .map_err(|e| ArchiveError::io(path, "read the length of", e, UNREADABLE))?
+            .len();
         if len == 0 {
             Header::read(path, &[], 0)?;
         }

@@ -2,7 +2,6 @@
 
 use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet};
-use std::fs::File;
 use std::path::{Path, PathBuf};
 
 use memmap2::Mmap;
@@ -11,6 +10,7 @@ use serde::Deserialize;
 
 use crate::codec::{ScaleFormat, decode_scales};
 use crate::expert::{ExpertShape, MatrixKind, RawMatrix, ScaleKind, int8_nibbles};
+use crate::files;
 
 use super::error::NO_EXPERTS;
 use super::{Archive, ArchiveError, LOW_NIBBLES};
@@ -94,14 +94,15 @@ impl SafetensorsExperts {
             what,
         };
         let config_path = dir.join("config.json");
-        let config = std::fs::read(&config_path)
+        let config = files::read(&config_path)
             .map_err(|e| ArchiveError::io(&config_path, "read", e, NO_EXPERTS))?;
         let config: Config = serde_json::from_slice(&config).map_err(|e| ArchiveError::Source {
             path: config_path.clone(),
             what: format!("{e}; a model directory is made by `host convert`"),
         })?;
 
-        let file = File::open(&path).map_err(|e| ArchiveError::io(&path, "open", e, NO_EXPERTS))?;
+        let file =
+            files::open(&path).map_err(|e| ArchiveError::io(&path, "open", e, NO_EXPERTS))?;
         // SAFETY: read-only, and every use checks bounds; that nobody cuts the file meanwhile is
         // the documented condition.
         let map = unsafe { Mmap::map(&file) }

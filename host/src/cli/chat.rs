@@ -13,7 +13,7 @@ use super::generate::{
 };
 use super::ui;
 use crate::chat::{Message, Role, Template, spoken};
-use crate::generate::{FinishReason, Request, generate};
+use crate::generate::{FinishReason, GenerateError, Request, generate};
 use crate::interrupt;
 use crate::model::Config;
 use crate::sample::Sampling;
@@ -73,7 +73,14 @@ pub fn run(args: ChatArgs) -> anyhow::Result<()> {
     })?;
     let template = Template::read(&dir)?;
     let turns: Vec<u32> = TURNS.iter().filter_map(|t| tokenizer.id(t)).collect();
-    let positions = args.ctx_size.unwrap_or(config.max_positions);
+    let (positions, max) = (
+        args.ctx_size.unwrap_or(config.max_positions),
+        config.max_positions,
+    );
+    if !(1..=max).contains(&positions) {
+        let asked = positions;
+        return Err(GenerateError::Context { asked, max }.into());
+    }
     let mut engine = args
         .engine
         .open(&dir, positions, args.speculation.speculate)?;

@@ -446,11 +446,12 @@ pub fn run(args: GenerateArgs) -> anyhow::Result<()> {
     }
     if request.speculate > 0 {
         ui::note!(
-            "speculation: {} of {} drafts accepted ({:.1}%), {:.2} tokens a pass",
+            "speculation: {} of {} drafts accepted ({:.1}%), {:.2} tokens and {:.2} ms a pass",
             generated.accepted,
             generated.drafted,
             100.0 * share(generated.accepted, generated.drafted),
             share(generated.ids.len().saturating_sub(1), generated.passes),
+            1e3 * generated.decode_time.as_secs_f64() / generated.passes.max(1) as f64,
         );
     }
     ui::note!(
@@ -496,6 +497,7 @@ fn speculation(request: &Request, generated: &Generated) -> Option<serde_json::V
             "accepted": generated.accepted,
             "acceptance_rate": share(generated.accepted, generated.drafted),
             "passes": generated.passes,
+            "pass_s": generated.decode_time.as_secs_f64() / generated.passes.max(1) as f64,
         })
     })
 }

@@ -2,7 +2,6 @@
 //!
 //! What the forward pass does not compute is refused here, by name.
 
-use std::fs;
 use std::path::{Path, PathBuf};
 
 use serde_json::{Map, Value};
@@ -12,6 +11,7 @@ use super::family;
 use super::family::qwen3_moe::Dimensions;
 use crate::backend::{Index, KvFormat, Mla, Router, Scoring};
 use crate::expert::{ExpertShape, ScaleKind};
+use crate::files;
 
 /// Epsilon of the norms inside attention and indexer, whatever `rms_norm_eps` is.
 pub const INNER_EPS: f32 = 1e-6;
@@ -365,7 +365,7 @@ pub(super) struct Object {
 
 impl Object {
     fn read(file: &Path) -> Result<Self, ModelError> {
-        let bytes = fs::read(file).map_err(|e| {
+        let bytes = files::read(file).map_err(|e| {
             ModelError::io(file, e, "a model directory is what `host convert` makes")
         })?;
         match serde_json::from_slice(&bytes) {

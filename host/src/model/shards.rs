@@ -11,6 +11,7 @@ use super::directory::{DENSE_FILE, EXPERTS_FILE};
 use super::error::ModelError;
 use super::format::{FP8_BLOCK, Format, Weight, tell};
 use super::tensors::{Tensor, TensorFile, f32s, u16s};
+use crate::files;
 
 const FETCH: &str = "fetch the checkpoint again";
 const CONTAINER: &str = "fetch or make the container again";
@@ -51,7 +52,7 @@ impl Shards {
         let wrong = |field: &str, expected: &str, found: String| {
             ModelError::field(&index, field, expected, found, FETCH)
         };
-        let bytes = fs::read(&index).map_err(|e| ModelError::io(&index, e, FETCH))?;
+        let bytes = files::read(&index).map_err(|e| ModelError::io(&index, e, FETCH))?;
         let value: Value =
             serde_json::from_slice(&bytes).map_err(|e| wrong("file", "JSON", e.to_string()))?;
         let map = value["weight_map"]

@@ -13,6 +13,7 @@ use serde::{Deserialize, Deserializer};
 use serde_json::{Map, Value, json};
 
 use super::error::ModelError;
+use crate::files;
 
 /// The longest header that is read, as in the `safetensors` library.
 const MAX_HEADER: u64 = 100_000_000;
@@ -97,7 +98,7 @@ struct RawInfo {
 impl TensorFile {
     /// Maps `path`; `remedy` is for a missing file.
     pub fn open(path: &Path, remedy: &str) -> Result<Self, ModelError> {
-        let file = File::open(path).map_err(|e| ModelError::io(path, e, remedy))?;
+        let file = files::open(path).map_err(|e| ModelError::io(path, e, remedy))?;
         // SAFETY: the mapping is read-only and private to this value. As for every user of mapped
         // model files, another process that truncates the file meanwhile ends this one with
         // SIGBUS; `host`'s own writers replace files by rename and never truncate.

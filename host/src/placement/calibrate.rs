@@ -19,7 +19,7 @@ use crate::expert::Form;
 use crate::model::{Config, Model, ModelError, Source, Wanted};
 
 /// Version of the file that rates are kept in.
-const VERSION: u32 = 4;
+const VERSION: u32 = 5;
 
 /// Why there are no rates.
 #[derive(Debug, thiserror::Error)]
@@ -269,6 +269,10 @@ pub fn measure<D: Device + Clone + 'static>(
     let of_plane3 = plane3.unwrap_or(either);
 
     let round_trip = round_trip(backend, config)?;
+    let (dense, dense_two) = match token(backend, archive, dir, config, (&either, &of_plane3))? {
+        Some([one, two]) => (one, Some(two)),
+        None => (dense(backend, config, part, seconds)?, None),
+    };
     Ok(Rates {
         hot,
         ans: ans.unwrap_or(either),
@@ -282,10 +286,8 @@ pub fn measure<D: Device + Clone + 'static>(
         disk: disk(archive)?,
         round_trip,
         exchange: exchange(backend, config)?,
-        dense: match token(backend, archive, dir, config, (&either, &of_plane3))? {
-            Some(dense) => dense,
-            None => dense(backend, config, part, seconds)?,
-        },
+        dense,
+        dense_two,
     })
 }
 
@@ -518,18 +520,18 @@ pub fn exchange_between<D: Device>(
     Ok(line)
 }
 
-/// The dense part of a token with its launches and what the host does for them: measured with the first
-/// layers of the model itself, up to the first one with routed experts. `None` where there is no memory
-/// for them.
+/// The dense part of a token with its launches and what the host does for them, and that of a pass over two
+/// tokens: measured with the first layers of the model itself, up to the first one with routed experts.
+/// `None` where there is no memory for them.
 ///
-/// A token of those layers, less one of those without experts, less the experts' own time, is a layer.
+/// A pass of those layers, less one of those without experts, less the experts' own time, is a layer.
 fn token<D: Device + Clone + 'static>(
     backend: &KernelBackend<D>,
     archive: &Archive,
     dir: &Path,
     config: &Config,
     (rans, plane3): (&Line, &Line),
-) -> Result<Option<f64>, CalibrateError> {
+) -> Result<Option<[f64; 2]>, CalibrateError> {
     let kinds = &config.layers;
     let Some(first) = kinds.iter().position(|kind| kind.sparse) else {
         return Ok(None);
@@ -553,30 +555,42 @@ fn token<D: Device + Clone + 'static>(
         }
         Err(e) => return Err(e.into()),
     };
-    let time = |model: &Model<KernelBackend<D>>| -> Result<f64, KernelError> {
+    let time = |model: &Model<KernelBackend<D>>, tokens: usize| -> Result<f64, KernelError> {
         const WARM: usize = 3;
-        let mut session = model.session(WARM + 2 * RUNS, Wanted::Last)?;
+        let passes = WARM + 2 * RUNS;
+        let wanted = match tokens {
+            1 => Wanted::Last,
+            n => Wanted::Tail(n),
+        };
+        let mut session = model.session(tokens * passes, wanted)?;
+        let ids: Vec<u32> = (0..tokens * passes)
+            .map(|t| ((t * 7919 + 11) % config.vocab) as u32)
+            .collect();
         let mut times = Vec::new();
-        for t in 0..WARM + 2 * RUNS {
-            let id = (t * 7919 + 11) % config.vocab;
+        for ids in ids.chunks(tokens) {
             let start = Instant::now();
-            black_box(model.forward(&mut session, &[id as u32], Wanted::Last)?);
+            black_box(model.forward(&mut session, ids, wanted)?);
             times.push(start.elapsed().as_secs_f64());
         }
         Ok(median(times.split_off(WARM)))
     };
-    let with = time(&model)?;
+    let with = [time(&model, 1)?, time(&model, 2)?];
     model.drop_last_layer();
-    let without = time(&model)?;
+    let without = [time(&model, 1)?, time(&model, 2)?];
     let experts = archive.experts();
     let of_plane3 = (0..experts)
         .map(|e| archive.is_plane3(first as u32, e))
         .try_fold(0, |n, kind| Ok::<_, ArchiveError>(n + usize::from(kind?)))?;
     let share = of_plane3 as f64 / experts as f64;
-    let k = config.router.top_k as f64;
-    let of_experts = share * plane3.at(k) + (1.0 - share) * rans.at(k);
-    let layer = (with - without - of_experts).max(0.0);
-    Ok(Some(without + (kinds.len() - first) as f64 * layer))
+    // As many as one token chooses, or two that choose independently.
+    let (k, all) = (config.router.top_k as f64, experts as f64);
+    let chosen = [k, all * (1.0 - (1.0 - k / all).powi(2))];
+    let of = |i: usize| {
+        let of_experts = share * plane3.at(chosen[i]) + (1.0 - share) * rans.at(chosen[i]);
+        let layer = (with[i] - without[i] - of_experts).max(0.0);
+        without[i] + (kinds.len() - first) as f64 * layer
+    };
+    Ok(Some([of(0), of(1)]))
 }
 
 /// Launches of a layer that are not its routed experts'.

@@ -83,6 +83,9 @@ pub struct Rates {
     pub exchange: Line,
     /// All of a token that is no routed expert.
     pub dense: f64,
+    /// The same of a pass over two tokens; none where it was not measured.
+    #[serde(default)]
+    pub dense_two: Option<f64>,
 }
 
 /// Mean seconds of a layer, and how long each of its lanes works.
@@ -252,6 +255,7 @@ mod tests {
             round_trip: 30e-6,
             exchange: line(0.0, 0.0),
             dense: 5e-3,
+            dense_two: None,
         }
     }
 

@@ -625,6 +625,7 @@ mod tests {
             round_trip: 30e-6,
             exchange: line(0.0, 0.0),
             dense: 8e-3,
+            dense_two: None,
         }
     }
 

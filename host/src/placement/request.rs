@@ -150,9 +150,10 @@ pub fn available() -> u64 {
 /// Kept free of what is free, for the driver and for rounding.
 const RESERVE: u64 = 256 << 20;
 
-/// What speculation with one draft would come to, where the archive has the layer that drafts. Beside
-/// what is measured it takes a pass over two tokens to read the dense part once and each expert that
-/// either chooses once, choices being independent; the memory that the layer takes is not counted.
+/// What speculation with one draft would come to, where the archive has the layer that drafts. The dense part
+/// of a pass over two tokens is measured (where it is not, it is one token's); its experts are taken to be
+/// each that either token chooses, once, choices being independent; the memory that the layer takes is not
+/// counted.
 #[derive(Clone, Copy, Debug, PartialEq, serde::Serialize)]
 pub struct Speculation {
     /// Seconds of a draft and the pass over two tokens that checks it.
@@ -176,7 +177,8 @@ impl Speculation {
         let head = (config.vocab * config.hidden) as f64;
         let draft = (weights_read(&mtp) as f64 - read + head) / read * rates.dense;
         let experts = plan.token - rates.dense;
-        let pass = rates.dense + experts * (two / one + 1.0 / layers.len() as f64) + draft;
+        let dense = rates.dense_two.unwrap_or(rates.dense);
+        let pass = dense + experts * (two / one + 1.0 / layers.len() as f64) + draft;
         Self {
             pass,
             break_even: pass / plan.token - 1.0,

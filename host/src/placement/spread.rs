@@ -469,6 +469,7 @@ mod tests {
             round_trip: 30e-6,
             exchange: line(10e-6, 1e-6),
             dense: 8e-3,
+            dense_two: None,
         }
     }
 
