@@ -488,12 +488,7 @@ fn int8_experts_draft() {
     let args = ["plan", "--device", "emulator", "-c", "10", "--json"];
     let plan = host(&args, dir.path()).assert().success();
     let plan: Value = serde_json::from_slice(&plan.get_output().stdout).unwrap();
-    assert!(
-        plan["speculation"]["break_even"]
-            .as_f64()
-            .unwrap()
-            .is_finite()
-    );
+    assert!(plan["speculation"]["break_even"].as_f64().unwrap() >= 0.0);
     assert!(plan["rates"]["dense_two"].as_f64().unwrap() > 0.0);
     let fixed = plan["fixed"].as_array().unwrap().iter();
     let fixed: u64 = fixed.map(|f| f["vram"].as_u64().unwrap()).sum();

@@ -181,7 +181,7 @@ impl Speculation {
         let pass = dense + experts * (two / one + 1.0 / layers.len() as f64) + draft;
         Self {
             pass,
-            break_even: pass / plan.token - 1.0,
+            break_even: (pass / plan.token - 1.0).max(0.0),
         }
     }
 }
