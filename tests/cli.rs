@@ -103,6 +103,47 @@ fn raw_and_coded_experts_give_the_same_logits() {
     }
 }
 
+/// `--kv bf16` is half of a cache's rows, said wherever a cache is spoken of, and counted by the planner.
+#[test]
+fn caches_of_bf16() {
+    let text = fs::read_to_string(tiny().join("config.json")).unwrap();
+    let config: Value = serde_json::from_str(&text).unwrap();
+    let of = |key: &str| config[key].as_u64().unwrap();
+    let row = of("num_hidden_layers") * (of("kv_lora_rank") + of("qk_rope_head_dim"));
+    let args = ["--kv", "bf16", "-n", "30", "--temp", "0"];
+    let run = |args: &[&str]| json(generate(tiny(), &PROMPT).args(args).arg("--json"));
+    let (wide, narrow) = (run(&args[2..]), run(&args));
+    let kv = |object: &Value| object["placement"]["kv"].clone();
+    let bytes = |object: &Value| kv(object)["bytes"].as_u64().unwrap();
+    assert_eq!(kv(&wide)["format"], "f32");
+    assert_eq!(kv(&narrow)["format"], "bf16");
+    assert_eq!(kv(&narrow)["positions"], 36);
+    assert_eq!(bytes(&wide) - bytes(&narrow), 2 * 36 * row);
+    let said = generate(tiny(), &PROMPT).args(args).assert().success();
+    said.stderr(contains("KV cache bf16, "));
+    let facts = json(host(&["doctor", "--json", "-m"]).arg(tiny()));
+    let cache = |key: &str| facts["model"][key].as_u64().unwrap();
+    assert!(cache("cache_bf16_bytes") < cache("cache_bytes"));
+    let folder = tempfile::tempdir().unwrap();
+    let planned = |kv: &str| {
+        let mut command = host(&["plan", "--device", "emulator", "-c", "512", "--json"]);
+        command.env("XDG_CACHE_HOME", folder.path());
+        let plan = json(command.args(["--kv", kv, "-m"]).arg(tiny()));
+        let parts = plan["fixed"].as_array().unwrap().clone();
+        let part = parts.iter().find(|f| f["what"] == "KV cache").unwrap();
+        part["vram"].as_u64().unwrap()
+    };
+    // In allocations, each of which takes an eighth more at most.
+    let (wide, narrow) = (planned("f32"), planned("bf16"));
+    let saved = 2 * 512 * row;
+    assert!(wide - narrow > saved - saved / 4 && wide - narrow < saved + saved / 4);
+    refused(
+        generate(tiny(), &PROMPT).args(["--kv", "f16"]),
+        2,
+        &["--kv", "f16"],
+    );
+}
+
 /// The GPU's kernels give the CPU's logits; in the emulator, and on a GPU where there is one.
 #[test]
 fn devices_give_the_same_logits() {
