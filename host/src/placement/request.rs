@@ -477,13 +477,19 @@ impl std::fmt::Display for Planned {
         writeln!(f)?;
         match &self.speculation {
             None => Ok(()),
-            Some(s) => writeln!(
-                f,
-                "speculation  {:.3} ms a draft and the pass that checks it: faster where more than {:.0}% of \
-                 drafts are right",
-                1e3 * s.pass,
-                100.0 * s.break_even
-            ),
+            Some(s) => {
+                let pass = 1e3 * s.pass;
+                write!(
+                    f,
+                    "speculation  {pass:.3} ms a draft and the pass that checks it: "
+                )?;
+                match 100.0 * s.break_even {
+                    least if least < 100.0 => {
+                        writeln!(f, "faster where more than {least:.0}% of drafts are right")
+                    }
+                    _ => writeln!(f, "slower, however many drafts are right"),
+                }
+            }
         }
     }
 }
