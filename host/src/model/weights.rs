@@ -826,6 +826,48 @@ impl<B: LoadExperts> Model<B> {
         self.config.layers.pop();
     }
 
+    /// Keeps the last layer's experts in device memory but for one that is copied when it is chosen, so that
+    /// the host must learn what is; false where a back end has one place only. For measurements.
+    pub(crate) fn tier_last_layer(
+        &mut self,
+        archive: &Archive,
+        file: &Arc<DirectFile>,
+    ) -> Result<bool, ModelError> {
+        let number = self.layers.len() - 1;
+        let Some(Layer {
+            mlp: Mlp::Sparse(moe),
+            ..
+        }) = self.layers.last_mut()
+        else {
+            return Ok(false);
+        };
+        let mut tiers = vec![placement::Tier::VramAns; archive.experts()];
+        if let Some(last) = tiers.last_mut() {
+            *last = placement::Tier::RamAns;
+        }
+        let layer = TieredLayer {
+            archive,
+            file,
+            number: number as u32,
+            tiers: &tiers,
+            devices: &[],
+            staged: self.config.router.top_k,
+            cached: true,
+            moving: false,
+        };
+        let placed = (self.backend).load_tiers(&layer, *archive.shape(), Form::Fused);
+        let placed = placed.map_err(|e| ModelError::Place {
+            what: format!("the experts of layer {number}"),
+            source: Box::new(e),
+        })?;
+        let Some(placed) = placed else {
+            return Ok(false);
+        };
+        moe.experts = placed;
+        self.backend.loaded();
+        Ok(true)
+    }
+
     /// From here on counts which experts are chosen.
     pub fn record_usage(&self) {
         *self.usage.borrow_mut() = Some(Profile::new());

@@ -3,6 +3,7 @@
 
 use std::hint::black_box;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::Instant;
 
 use serde::{Deserialize, Serialize};
@@ -19,7 +20,7 @@ use crate::expert::Form;
 use crate::model::{Config, Model, ModelError, Source, Wanted};
 
 /// Version of the file that rates are kept in.
-const VERSION: u32 = 5;
+const VERSION: u32 = 6;
 
 /// Why there are no rates.
 #[derive(Debug, thiserror::Error)]
@@ -268,18 +269,22 @@ pub fn measure<D: Device + Clone + 'static>(
     let either = ans.or(plane3).unwrap_or(hot);
     let of_plane3 = plane3.unwrap_or(either);
 
-    let round_trip = round_trip(backend, config)?;
-    let (dense, dense_two) = match token(backend, archive, dir, config, (&either, &of_plane3))? {
-        Some([one, two]) => (one, Some(two)),
-        None => (dense(backend, config, part, seconds)?, None),
-    };
+    let exchanged = round_trip(backend, config)?;
+    let (dense, dense_two, round_trip) =
+        match token(backend, archive, dir, config, (&either, &of_plane3))? {
+            Some(Passes {
+                dense: [one, two],
+                host,
+            }) => (one, Some(two), exchanged.max(host)),
+            None => (dense(backend, config, part, seconds)?, None, exchanged),
+        };
     Ok(Rates {
         hot,
         ans: ans.unwrap_or(either),
         plane3: of_plane3,
         // The tokens come to the host, and what becomes of them goes back.
         cpu: Line {
-            fixed: cpu_line.fixed + round_trip,
+            fixed: cpu_line.fixed + exchanged,
             ..cpu_line
         },
         upload: upload(device)?,
@@ -524,14 +529,15 @@ pub fn exchange_between<D: Device>(
 /// tokens: measured with the first layers of the model itself, up to the first one with routed experts.
 /// `None` where there is no memory for them.
 ///
-/// A pass of those layers, less one of those without experts, less the experts' own time, is a layer.
+/// A pass of those layers, less one of those without experts, less the experts' own time, is a layer. What
+/// it takes longer where the host must learn what was chosen is the host's part in a layer.
 fn token<D: Device + Clone + 'static>(
     backend: &KernelBackend<D>,
     archive: &Archive,
     dir: &Path,
     config: &Config,
     (rans, plane3): (&Line, &Line),
-) -> Result<Option<[f64; 2]>, CalibrateError> {
+) -> Result<Option<Passes>, CalibrateError> {
     let kinds = &config.layers;
     let Some(first) = kinds.iter().position(|kind| kind.sparse) else {
         return Ok(None);
@@ -544,12 +550,7 @@ fn token<D: Device + Clone + 'static>(
     let loaded = Model::load(fresh, dir, part, &source, Form::Fused, |_| ());
     let mut model = match loaded {
         Ok(model) => model,
-        Err(ModelError::Place { source, .. })
-            if matches!(
-                source.downcast_ref(),
-                Some(KernelError::Device(DeviceError::OutOfMemory { .. }))
-            ) =>
-        {
+        Err(e) if out_of_memory(&e) => {
             tracing::warn!("no memory to measure a layer with: the dense part is estimated");
             return Ok(None);
         }
@@ -575,6 +576,17 @@ fn token<D: Device + Clone + 'static>(
         Ok(median(times.split_off(WARM)))
     };
     let with = [time(&model, 1)?, time(&model, 2)?];
+    let file = DirectFile::buffered(archive.path());
+    let file = Arc::new(file.map_err(|source| CalibrateError::Read {
+        path: archive.path().to_owned(),
+        source,
+    })?);
+    let host = match model.tier_last_layer(archive, &file) {
+        Ok(true) => time(&model, 1)? - with[0],
+        Ok(false) => 0.0,
+        Err(e) if out_of_memory(&e) => 0.0,
+        Err(e) => return Err(e.into()),
+    };
     model.drop_last_layer();
     let without = [time(&model, 1)?, time(&model, 2)?];
     let experts = archive.experts();
@@ -590,7 +602,26 @@ fn token<D: Device + Clone + 'static>(
         let layer = (with[i] - without[i] - of_experts).max(0.0);
         without[i] + (kinds.len() - first) as f64 * layer
     };
-    Ok(Some([of(0), of(1)]))
+    Ok(Some(Passes {
+        dense: [of(0), of(1)],
+        host,
+    }))
+}
+
+/// What [`token`] finds. Seconds.
+struct Passes {
+    /// A pass over one token and over two, without routed experts.
+    dense: [f64; 2],
+    /// The host's part in a layer.
+    host: f64,
+}
+
+/// Whether a device had no room for something.
+fn out_of_memory(e: &ModelError) -> bool {
+    matches!(e, ModelError::Place { source, .. } if matches!(
+        source.downcast_ref(),
+        Some(KernelError::Device(DeviceError::OutOfMemory { .. }))
+    ))
 }
 
 /// Launches of a layer that are not its routed experts'.
