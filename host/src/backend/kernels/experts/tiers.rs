@@ -32,8 +32,9 @@ use crate::placement::{TIERS, Tier, Used};
 
 use super::Experts;
 
-/// Bytes of records that are read and checked while as many are copied; two such buffers are pinned.
-const WAVE: usize = 256 << 20;
+/// Bytes of records that are read and checked while as many are copied; two such buffers are pinned. Few
+/// enough for a server's L3 cache, so that what was copied there need not be read from memory again.
+const WAVE: usize = 64 << 20;
 
 /// Bytes that are copied from the page cache at a time.
 pub(super) const PIECE: usize = 1 << 20;
