@@ -3,9 +3,10 @@
 //! `out[t][r] = dot(weight[r], x[t])`, plus what was there with [`ADD`](crate::dense::ADD); how is in
 //! [`mod@crate::dense`].
 //!
-//! Four shapes. One token: `linear_thin` (one row a warp), `linear_two` and `linear_four` have 2 KiB a
+//! Six shapes. One token: `linear_thin` (one row a warp), `linear_two` and `linear_four` have 2 KiB a
 //! buffer under way a warp; more rows read the activations less often, fewer keep more multiprocessors
-//! at work. Several: `linear_many`, four by four.
+//! at work. Two tokens: `linear_pair`, three to eight: `linear_quad`, two rows a warp, so that registers are
+//! left for as many loads. More: `linear_many`, four by four, which computes most for each load.
 //!
 //! Limits: all but `linear_thin` need [`VECTOR`].
 
@@ -92,6 +93,26 @@ pub unsafe fn linear_two(args: LinearArgs) {
 pub unsafe fn linear_four(args: LinearArgs) {
     // SAFETY: the caller's.
     unsafe { body::<Bf16, 4, 1, 1>(args) }
+}
+
+/// Two rows and two tokens a warp.
+///
+/// # Safety
+/// As [`linear_thin()`].
+#[kernel(threads = 128, min_blocks = 4, prologue)]
+pub unsafe fn linear_pair(args: LinearArgs) {
+    // SAFETY: the caller's.
+    unsafe { body::<Bf16, 2, 2, 2>(args) }
+}
+
+/// Two rows and four tokens a warp.
+///
+/// # Safety
+/// As [`linear_thin()`].
+#[kernel(threads = 128, min_blocks = 3, prologue)]
+pub unsafe fn linear_quad(args: LinearArgs) {
+    // SAFETY: the caller's.
+    unsafe { body::<Bf16, 2, 4, 2>(args) }
 }
 
 /// Four rows and four tokens a warp.

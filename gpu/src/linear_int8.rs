@@ -95,6 +95,26 @@ pub unsafe fn linear_int8_four(args: LinearArgs) {
     unsafe { body::<Int8, 4, 1, 2>(args) }
 }
 
+/// Two rows and two tokens a warp.
+///
+/// # Safety
+/// As [`linear_int8_thin()`].
+#[kernel(threads = 128, min_blocks = 3, prologue)]
+pub unsafe fn linear_int8_pair(args: LinearArgs) {
+    // SAFETY: the caller's.
+    unsafe { body::<Int8, 2, 2, 4>(args) }
+}
+
+/// Two rows and four tokens a warp.
+///
+/// # Safety
+/// As [`linear_int8_thin()`].
+#[kernel(threads = 128, min_blocks = 3, prologue)]
+pub unsafe fn linear_int8_quad(args: LinearArgs) {
+    // SAFETY: the caller's.
+    unsafe { body::<Int8, 2, 4, 2>(args) }
+}
+
 /// Four rows and four tokens a warp.
 ///
 /// # Safety

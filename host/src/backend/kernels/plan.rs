@@ -5,11 +5,15 @@ use gpu::launch::{DeviceLimits, Launch};
 /// Scratch of one launch, bytes: operators over more split their tokens.
 pub const SCRATCH: usize = 128 << 20;
 
+/// Tokens up to which dense layers are bound by memory.
+const FEW: u32 = 8;
+
 /// Rows and tokens of a warp, and launch, of a dense layer of `rows` rows for `tokens` tokens, in
 /// `batches`.
 ///
 /// One token: as many rows a warp, 1, 2 or 4, as still give each multiprocessor eight warps of its
-/// own. Several tokens: tiles of four by four. Without the vector path one row and one token a warp.
+/// own. Up to [`FEW`] tokens: two rows, so that registers are left for loads under way, since memory is what
+/// bounds these; more: tiles of four by four. Without the vector path one row and one token a warp.
 pub fn linear(
     limits: &DeviceLimits,
     rows: u32,
@@ -21,8 +25,10 @@ pub fn linear(
     let all = rows.saturating_mul(batches);
     let tile = if !vector {
         (1, 1)
-    } else if tokens > 1 {
+    } else if tokens > FEW {
         (4, 4)
+    } else if tokens > 1 {
+        (2, if tokens == 2 { 2 } else { 4 })
     } else {
         match all / (8 * limits.sms.max(1)) {
             0 | 1 => (1, 1),
@@ -76,7 +82,8 @@ mod tests {
         assert_eq!(of(2784, 1), (2, 1));
         assert_eq!(of(6144, 1), (4, 1));
         assert_eq!(of(256, 64), (4, 1));
-        assert_eq!(linear(&H200, 256, 2, 1, true).0, (4, 4));
+        let of = |tokens| linear(&H200, 256, tokens, 1, true).0;
+        assert_eq!([2, 3, 8, 9].map(of), [(2, 2), (2, 4), (2, 4), (4, 4)]);
     }
 
     #[test]

@@ -93,6 +93,10 @@ kernels! {
     LinearTwo = linear::linear_two(LinearArgs);
     /// Dense rows, four rows and one token a warp.
     LinearFour = linear::linear_four(LinearArgs);
+    /// Dense rows, two rows and two tokens a warp.
+    LinearPair = linear::linear_pair(LinearArgs);
+    /// Dense rows, two rows and four tokens a warp.
+    LinearQuad = linear::linear_quad(LinearArgs);
     /// Dense rows, four rows and four tokens a warp.
     LinearMany = linear::linear_many(LinearArgs);
     /// Dense rows of signed bytes, one row and one token a warp.
@@ -101,6 +105,10 @@ kernels! {
     LinearInt8Two = linear_int8::linear_int8_two(LinearArgs);
     /// The same, four rows and one token a warp.
     LinearInt8Four = linear_int8::linear_int8_four(LinearArgs);
+    /// The same, two rows and two tokens a warp.
+    LinearInt8Pair = linear_int8::linear_int8_pair(LinearArgs);
+    /// The same, two rows and four tokens a warp.
+    LinearInt8Quad = linear_int8::linear_int8_quad(LinearArgs);
     /// The same, four rows and four tokens a warp.
     LinearInt8Many = linear_int8::linear_int8_many(LinearArgs);
     /// Gated activation.
