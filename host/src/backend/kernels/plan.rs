@@ -12,7 +12,7 @@ const FEW: u32 = 8;
 /// `batches`.
 ///
 /// One token: as many rows a warp, 1, 2 or 4, as still give each multiprocessor eight warps of its
-/// own. Up to [`FEW`] tokens: two rows, so that registers are left for loads under way, since memory is what
+/// own. Up to eight tokens: two rows, so that registers are left for loads under way, since memory is what
 /// bounds these; more: tiles of four by four. Without the vector path one row and one token a warp.
 pub fn linear(
     limits: &DeviceLimits,
