@@ -165,10 +165,12 @@ impl<D: Device> KernelBackend<D> {
         Ok(())
     }
 
-    /// After a failure: what all devices were given ends, before memory of it is given back.
+    /// After a failure: what all devices were given ends, copies beside their streams too, before memory of
+    /// it is given back.
     pub fn settle_all(&self) {
         for backend in std::iter::once(self).chain(self.peers()) {
             // The failure that is known is the one to tell of.
+            let _ = backend.device().join();
             let _ = backend.device().synchronize();
         }
     }

@@ -566,10 +566,12 @@ impl<D: Device> KernelBackend<D> {
                 });
             }
         }
+        let mut missing: BTreeSet<usize> = asked.iter().map(|read| read.number).collect();
         let done = reads.start(&tiers.file, asked);
         let mut result = meanwhile();
         for read in done {
             let slot = read.number;
+            missing.remove(&slot);
             let memory = stage.memory.memory();
             let copied = match read.bytes {
                 Err(source) => Err(KernelError::Read {
@@ -590,7 +592,13 @@ impl<D: Device> KernelBackend<D> {
             slots[slot] = Some(read.room);
             result = result.and(copied);
         }
-        result
+        // Nothing else says that their reader is gone.
+        let lost = missing.first().map(|slot| KernelError::Read {
+            layer: tiers.number,
+            expert: away[*slot] as usize,
+            source: std::io::Error::other("the thread that reads has panicked"),
+        });
+        result.and(lost.map_or(Ok(()), Err))
     }
 
     /// Places a layer's experts in their tiers, on all devices at once.
