@@ -155,14 +155,6 @@ fn give_back() {
     }
 }
 
-/// Parts, whose failure is said, and loses nothing that was timed.
-fn parts(found: Result<Option<Split>, EngineError>) -> Option<Split> {
-    found.unwrap_or_else(|e| {
-        tracing::warn!("no time in parts: {e}");
-        None
-    })
-}
-
 /// What is known of a side so far.
 struct State<'a> {
     side: &'a Side,
@@ -226,18 +218,30 @@ impl<'a> State<'a> {
         })
     }
 
-    /// Behind a run: further tokens, in parts.
-    fn split(&mut self, engine: &mut dyn Engine, amount: Amount) {
+    /// Behind a run: further tokens, in parts. The engine is not used again: that this fails is said, and
+    /// loses nothing that was timed.
+    fn split(&mut self, engine: Box<dyn Engine>, amount: Amount) {
+        if let Err(e) = self.split_or_fail(engine, amount) {
+            tracing::warn!("no time in parts: {e}");
+        }
+    }
+
+    fn split_or_fail(
+        &mut self,
+        mut engine: Box<dyn Engine>,
+        amount: Amount,
+    ) -> Result<(), EngineError> {
         let vocab = engine.config().vocab;
         let ids: Vec<u32> = (0..amount.positions()).map(|t| token(t, vocab)).collect();
         let (tokens, prompts) = ids.split_at(ids.len() - amount.prompts());
         let tokens = &tokens[amount.warmup + amount.tokens..];
         if !tokens.is_empty() {
-            self.split = parts(engine.split(tokens, 1));
+            self.split = engine.split(tokens, 1)?;
         }
         if amount.prompt > 0 {
-            self.prompt = parts(engine.split(prompts, amount.prompt));
+            self.prompt = engine.split(prompts, amount.prompt)?;
         }
+        Ok(())
     }
 
     fn summary(self, runs: &[Run]) -> Summary {
@@ -301,15 +305,13 @@ pub fn measure(
         for _ in 0..2 {
             runs.push(second.run(engine.as_mut(), amount)?);
         }
-        second.split(engine.as_mut(), amount);
-        drop(engine);
+        second.split(engine, amount);
         give_back();
         engine = first.load(trace, progress)?;
     }
     runs.push(first.run(engine.as_mut(), amount)?);
-    first.split(engine.as_mut(), amount);
     let device = engine.placement().device;
-    drop(engine);
+    first.split(engine, amount);
     let (a, b) = (first.summary(&runs), second.map(|s| s.summary(&runs)));
     Ok(Report {
         device,

@@ -64,7 +64,8 @@ struct Placed<D: Device> {
     plans: usize,
     /// What the model was loaded by.
     planned: Option<Planned>,
-    /// None only while there is no other model yet in the place of one.
+    /// None while there is no other model yet in the place of one, and once none could be loaded there: the
+    /// error says so, and all that is left to do is to drop this.
     loaded: Option<Loaded<KernelBackend<D>>>,
     /// Tokens of the sequence.
     ids: Vec<u32>,
@@ -126,11 +127,11 @@ impl<D: Device + Clone + 'static> Placed<D> {
     }
 
     fn loaded(&self) -> &Loaded<KernelBackend<D>> {
-        self.loaded.as_ref().expect("open loads it, or has failed")
+        (self.loaded.as_ref()).expect("not used again after an error")
     }
 
     fn loaded_mut(&mut self) -> &mut Loaded<KernelBackend<D>> {
-        self.loaded.as_mut().expect("open loads it, or has failed")
+        (self.loaded.as_mut()).expect("not used again after an error")
     }
 
     /// Loads the model by the request, or by as many smaller ones as are left.
