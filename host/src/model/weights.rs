@@ -827,7 +827,8 @@ impl<B: LoadExperts> Model<B> {
     }
 
     /// Keeps the last layer's experts in device memory but for one that is copied when it is chosen, so that
-    /// the host must learn what is; false where a back end has one place only. For measurements.
+    /// the host must learn what is; false where a back end has one place only, and of int8 experts. For
+    /// measurements.
     pub(crate) fn tier_last_layer(
         &mut self,
         archive: &Archive,
@@ -835,7 +836,7 @@ impl<B: LoadExperts> Model<B> {
     ) -> Result<bool, ModelError> {
         let number = self.layers.len() - 1;
         let Some(Layer {
-            mlp: Mlp::Sparse(moe),
+            mlp: Mlp::Sparse(moe @ Moe { low: None, .. }),
             ..
         }) = self.layers.last_mut()
         else {

@@ -616,12 +616,17 @@ struct Passes {
     host: f64,
 }
 
-/// Whether a device had no room for something.
+/// Whether there was no room for something, on a device or in pinned memory.
 fn out_of_memory(e: &ModelError) -> bool {
-    matches!(e, ModelError::Place { source, .. } if matches!(
-        source.downcast_ref(),
-        Some(KernelError::Device(DeviceError::OutOfMemory { .. }))
-    ))
+    let ModelError::Place { source, .. } = e else {
+        return false;
+    };
+    match source.downcast_ref() {
+        Some(KernelError::Device(e)) => {
+            e.is_out_of_memory() || matches!(e, DeviceError::HostMemory { .. })
+        }
+        _ => false,
+    }
 }
 
 /// Launches of a layer that are not its routed experts'.
