@@ -196,9 +196,30 @@ const MLAS: [Mla; 4] = [
     },
 ];
 
+/// More rows than lie in shared memory at once; weights whose rows are multiples of 16 bytes, in several
+/// blocks of bf16, and such as are not.
+const DEEP: [Mla; 2] = [
+    Mla {
+        heads: 2,
+        nope: 531,
+        rope: 2,
+        value: 3,
+        latent: 144,
+        scaling: 0.5,
+    },
+    Mla {
+        heads: 2,
+        nope: 259,
+        rope: 2,
+        value: 3,
+        latent: 20,
+        scaling: 0.5,
+    },
+];
+
 pub fn latent<B: LoadExperts>(b: &B) {
     let mut rng = Rng::fresh();
-    for mla in MLAS {
+    for mla in MLAS.into_iter().chain(DEEP) {
         for (tokens, aligned) in [
             (0, true),
             (1, true),
