@@ -516,8 +516,9 @@ pub trait Backend: Sized {
     }
 
     /// Records what `pass` asks for, operators of tokens from position `first` on, to be done by
-    /// [`Backend::repeat`] with the first of them at any position in `first..end`; nothing is done now. `pass` neither reads nor
-    /// writes. `None`, and `pass` may not have been called, where that cannot be recorded.
+    /// [`Backend::repeat`] with the first of them at any position in `first..end`; nothing is done now.
+    /// `pass` neither reads nor writes. `None`, and `pass` may not have been called, where that cannot be
+    /// recorded.
     fn record(
         &self,
         _first: usize,

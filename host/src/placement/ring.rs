@@ -82,8 +82,8 @@ impl Ring {
 
     /// Reads all targets, in pieces, those of the first targets first; `done` gets each target's number
     /// when all of it is there or has failed. Pieces that end early are read again by the plain call.
-    /// False where the kernel does not take pieces any more, after which the ring is of no use: targets that
-    /// `done` has not got were not read.
+    /// False where the kernel does not take pieces any more, after which the ring is of no use, and nothing
+    /// is under way: targets that `done` has not got are still to be read, all of them.
     ///
     /// # Safety
     /// Each target's room is written by nobody else and lives until `done` has got it, or this returns.
@@ -180,6 +180,7 @@ impl Ring {
         }
     }
 }
+
 #[cfg(test)]
 mod tests {
     use super::*;

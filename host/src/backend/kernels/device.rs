@@ -337,7 +337,8 @@ pub trait Device: Send + Sync {
         Self: Sized;
 
     /// Ends that. Memory that was given back since the beginning is the recording's, for as long as it
-    /// lives, and that of others of the same first device, which has but one stream. To be called also where recording has failed.
+    /// lives, and that of others of the same first device, which has but one stream. To be called also
+    /// where recording has failed.
     fn end_recording(devices: &[&Self]) -> Result<Self::Recording, DeviceError>
     where
         Self: Sized;

@@ -2,8 +2,9 @@
 //!
 //! Events are between launches, so what is between them includes the gaps of launches, and a launch behind
 //! an event does not overlap with the one before. Recorded launches have theirs as part of the recording.
-//! The first device waits for others' rows under [`Part::Exchange`]; an event of another device is never
-//! the last thing that it is given before the first one waits for it, which a capture would not end with.
+//! The first device waits for others' rows under [`Part::Exchange`]. Behind that wait no event is recorded
+//! on another device: a capture does not end with what its first stream never waits for. What goes on aside
+//! while launches are recorded counts as what the stream does meanwhile.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
