@@ -532,8 +532,18 @@ fn interrupt_and_go_on() {
     assert!(std::fs::read(&b).unwrap() == whole && !partial.exists());
     std::fs::remove_file(&b).unwrap();
 
-    // Stopped again and again.
+    // Stopped while the first layer's symbols are counted: the rest of the layer is not waited for.
     o.resume = false;
+    let counted = std::sync::atomic::AtomicUsize::new(0);
+    let count = |_| {
+        counted.fetch_add(1, std::sync::atomic::Ordering::SeqCst);
+    };
+    let stop = || counted.load(std::sync::atomic::Ordering::SeqCst) > 0;
+    let e = pack(&source, &o, &b, count, stop).unwrap_err();
+    assert!(matches!(e, ArchiveError::Interrupted { kept: None, .. }));
+    assert!((1..8).contains(&counted.into_inner()) && !partial.exists());
+
+    // Stopped again and again.
     let e = interrupted(&source, &o, &b, 1);
     assert!(
         e.contains("32 of 120 experts") && e.contains("--resume"),

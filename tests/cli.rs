@@ -476,6 +476,9 @@ fn eval_windows() {
         1,
         &["--context 513", "512"],
     );
+    // Not read to its end, which it has not.
+    let mut endless = host(&["eval", "--device", "cpu", "--ids", "/dev/zero", "-m"]);
+    refused(endless.arg(tiny()), 1, &["/dev/zero", "not a file"]);
     fs::write(&ids, [1, 0, 2]).unwrap();
     refused(&mut eval(&[]), 1, &["ids", "even number of bytes"]);
     fs::write(&ids, [0, 0, 0, 2, 0, 0]).unwrap();
@@ -742,5 +745,30 @@ fn files_for_later_have_a_directory() {
             .code(1)
             .stdout("")
             .stderr(contains("its directory does not exist"));
+    }
+}
+
+/// Counts are not added to another model's.
+#[test]
+fn usage_of_another_model_is_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("usage.txt");
+    let run = |text: &str| {
+        fs::write(&file, text).unwrap();
+        let mut command = generate(tiny(), &["--prompt-ids", "1,2", "-n", "1", "--usage"]);
+        command.arg(&file).assert()
+    };
+    run("2 1 7\n").success();
+    assert!(
+        fs::read_to_string(&file)
+            .unwrap()
+            .starts_with("# ansatz usage 1")
+    );
+    for foreign in ["2 16 7\n", "9 1 7\n"] {
+        run(foreign)
+            .code(1)
+            .stdout("")
+            .stderr(contains("layers of 16 experts"));
+        assert_eq!(fs::read_to_string(&file).unwrap(), foreign);
     }
 }

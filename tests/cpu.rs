@@ -112,6 +112,38 @@ fn doctor_fails_where_generate_would() {
     assert!(error.contains("unknown CPU arm `sse9`"), "{error}");
 }
 
+/// Stopped by its user, it finds no fault with the model.
+#[test]
+#[cfg(target_os = "linux")]
+fn an_interrupted_doctor_says_so() {
+    let child = std::process::Command::new(env!("CARGO_BIN_EXE_host"))
+        .args(["doctor", "--deep"])
+        .stdout(std::process::Stdio::piped())
+        .stderr(std::process::Stdio::piped())
+        .spawn()
+        .unwrap();
+    // Not before it listens.
+    let listens = || {
+        let status = std::fs::read_to_string(format!("/proc/{}/status", child.id())).unwrap();
+        let caught = status.lines().find_map(|l| l.strip_prefix("SigCgt:"));
+        u64::from_str_radix(caught.unwrap().trim(), 16).unwrap() & 2 != 0
+    };
+    while !listens() {
+        std::thread::sleep(std::time::Duration::from_millis(1));
+    }
+    let kill = std::process::Command::new("kill")
+        .args(["-INT", &child.id().to_string()])
+        .status();
+    assert!(kill.unwrap().success());
+    let out = child.wait_with_output().unwrap();
+    assert_eq!(out.status.code(), Some(1));
+    assert!(out.stdout.is_empty());
+    assert_eq!(
+        String::from_utf8(out.stderr).unwrap(),
+        "error: interrupted\n"
+    );
+}
+
 #[test]
 fn bench_checks_and_times() {
     let bench = |args: &[&str]| {

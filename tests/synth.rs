@@ -275,6 +275,10 @@ fn what_cannot_be_is_refused() {
             .stderr(contains(what).and(predicate::function(|s: &str| s.lines().count() == 1)));
     };
     fails(&["--layers", "1"], "--layers 1: expected at least 2");
+    fails(
+        &["--layers", "2000000"],
+        "--layers 2000000: expected at most",
+    );
     fails(&["--distinct-experts", "0"], "expected 1 to 96");
     fails(&["--distinct-experts", "97"], "expected 1 to 96");
     tiny(&to, &["--hot", "1.5"]).code(2);

@@ -135,7 +135,11 @@ fn side(text: &str, args: &DecodeArgs) -> anyhow::Result<Side> {
     for part in text.split(',').filter(|p| !p.is_empty()) {
         let wrong = |expected: &str| anyhow::anyhow!("`{part}`: expected {expected}");
         let (key, value) = part.split_once('=').ok_or_else(|| wrong("key=value"))?;
-        let size = || Size::parse(value).map(Some).map_err(|e| wrong(&e));
+        let size = || {
+            Size::parse(value)
+                .map(Some)
+                .map_err(|e| anyhow::anyhow!("`{part}`: {e}"))
+        };
         match (key, value) {
             ("vram", _) => request.vram = size()?,
             ("ram", _) => request.ram = size()?,

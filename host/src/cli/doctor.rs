@@ -258,7 +258,7 @@ fn look_at_model(
         .inspect_err(|e| {
             problems.push(Problem {
                 what: format!("the model in {} does not load: {e}", directory.display()),
-                remedy: "convert it again, or name another with -m DIR".into(),
+                remedy: "-m DIR names another".into(),
                 fatal: true,
             });
         })
@@ -411,6 +411,8 @@ impl std::fmt::Display for Findings {
 pub fn run(args: DoctorArgs) -> anyhow::Result<()> {
     interrupt::install();
     let findings = Findings::look(args.model, args.deep);
+    // What was not read is no finding.
+    anyhow::ensure!(!interrupt::requested(), "interrupted");
     if args.json {
         ui::out(&format!("{}\n", serde_json::to_string(&findings)?))?;
     } else {

@@ -17,7 +17,7 @@ use crate::expert::{Form, Tier};
 use crate::generate::{FinishReason, Generated, Request, generate};
 use crate::interrupt;
 use crate::model::{Config, ModelError};
-use crate::placement::Profile;
+use crate::placement::request::read_profile;
 use crate::sample::Sampling;
 use crate::tokenizer::Tokenizer;
 
@@ -343,7 +343,7 @@ pub fn run(args: GenerateArgs) -> anyhow::Result<()> {
         );
     }
     if let Some(file) = args.usage.as_ref().filter(|f| f.exists()) {
-        Profile::read(file)?;
+        read_profile(Some(file), &dir, &config)?;
     }
     let start = Instant::now();
     // As many positions as the sequence can come to.

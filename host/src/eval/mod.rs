@@ -1,11 +1,11 @@
 //! Negative log-likelihood of given tokens.
 
-use std::fs;
 use std::path::{Path, PathBuf};
 
 use thiserror::Error;
 
 use crate::engine::{Engine, EngineError};
+use crate::files;
 use crate::interrupt;
 use crate::model::{CHUNK, Config, Wanted};
 
@@ -71,7 +71,7 @@ pub enum EvalError {
 
 /// Reads little-endian u16 token ids.
 pub fn read_ids(file: &Path) -> Result<Vec<u32>, EvalError> {
-    let bytes = fs::read(file).map_err(|source| EvalError::Io {
+    let bytes = files::read(file).map_err(|source| EvalError::Io {
         file: file.into(),
         source,
     })?;

@@ -36,7 +36,7 @@ pub enum Tier {
     /// In host memory as its record; copied to the GPU when chosen.
     #[serde(rename = "ram-ans")]
     RamAns,
-    /// In the archive alone; read, then as [`Tier::RamAns`].
+    /// In the archive alone; read, then as `ram-ans`.
     #[serde(rename = "disk-ans")]
     DiskAns,
 }

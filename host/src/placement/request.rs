@@ -208,7 +208,7 @@ pub struct Planned {
 }
 
 /// The profile asked for, else the one beside the model, else none; it is checked against the model.
-fn read_profile(
+pub(crate) fn read_profile(
     named: Option<&Path>,
     dir: &Path,
     config: &Config,

@@ -112,8 +112,10 @@ pub fn routing(router: &Router, skew: Option<Skew>, seed: u64) -> Result<Routing
     {
         return Err(format!(
             "--skew {}:{}: expected a share of experts between 0 and 1 and a share of selections from \
-             that up to {most:.3}",
-            skew.experts, skew.selections
+             that up to {:.3}",
+            skew.experts,
+            skew.selections,
+            most.abs()
         ));
     }
     // Equal chances give somewhat more than the share of experts, by chance.

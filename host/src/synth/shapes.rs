@@ -46,6 +46,11 @@ impl Shape {
                 dense + 1
             )));
         }
+        if layers > MAX_LAYERS {
+            return Err(SynthError::Options(format!(
+                "--layers {layers}: expected at most {MAX_LAYERS}"
+            )));
+        }
         let own = match self {
             Shape::Glm52 => json!({
                 "vocab_size": 154_880, "hidden_size": 6144, "intermediate_size": 12_288,
@@ -95,6 +100,9 @@ impl Shape {
         Ok(format!("{:#}\n", Value::Object(all)))
     }
 }
+
+/// As many as a `config.json` may say.
+const MAX_LAYERS: usize = 1 << 20;
 
 /// `<|endoftext|>` of the byte tokenizer, behind the 256 bytes.
 const END: u32 = 256;

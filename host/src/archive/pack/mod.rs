@@ -218,7 +218,7 @@ pub fn pack(
     options: &PackOptions,
     out: &Path,
     progress: impl Fn(Step) + Sync,
-    stop: impl Fn() -> bool,
+    stop: impl Fn() -> bool + Sync,
 ) -> Result<Summary, ArchiveError> {
     check_options(source, options)?;
     let of = source.layers().len() * source.experts();
@@ -274,7 +274,7 @@ fn pack_to(
     source: &impl ExpertSource,
     options: &PackOptions,
     progress: &(impl Fn(Step) + Sync),
-    going: impl Fn() -> Result<(), ArchiveError>,
+    going: impl Fn() -> Result<(), ArchiveError> + Sync,
 ) -> Result<Summary, ArchiveError> {
     let shape = *source.shape();
     let (layers, experts) = (source.layers(), source.experts());

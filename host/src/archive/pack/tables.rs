@@ -123,15 +123,14 @@ pub fn survey(
     options: &PackOptions,
     first: &[usize],
     progress: &(impl Fn(Step) + Sync),
-    going: impl Fn() -> Result<(), ArchiveError>,
+    going: &(impl Fn() -> Result<(), ArchiveError> + Sync),
 ) -> Result<(Vec<Seen>, Tables), ArchiveError> {
     let (experts, symbol) = (source.experts(), options.symbol());
     let mut counts = Vec::with_capacity(source.layers().len());
     let mut seen: Vec<Seen> = Vec::with_capacity(first.len());
     for l in 0..source.layers().len() {
-        going()?;
         let of_layer = &first[l * experts..(l + 1) * experts];
-        let (these, layer_counts) = survey_layer(source, options, l, of_layer, progress)?;
+        let (these, layer_counts) = survey_layer(source, options, l, of_layer, progress, going)?;
         for (this, first) in these.into_iter().zip(of_layer) {
             seen.push(this.unwrap_or_else(|| seen[*first]));
         }
@@ -151,6 +150,7 @@ fn survey_layer(
     l: usize,
     first: &[usize],
     progress: &(impl Fn(Step) + Sync),
+    going: &(impl Fn() -> Result<(), ArchiveError> + Sync),
 ) -> Result<(Vec<Option<Seen>>, Counts), ArchiveError> {
     let (shape, layer, experts) = (source.shape(), source.layers()[l], first.len());
     let symbol = options.symbol();
@@ -159,6 +159,7 @@ fn survey_layer(
         bytes: shape.raw_bytes() as u64,
     };
     let one = |e: usize, counts: &mut Counts| {
+        going()?;
         if first[e] != l * experts + e {
             progress(step);
             return Ok(None);
