@@ -20,7 +20,7 @@ use crate::expert::Form;
 use crate::model::{Config, Model, ModelError, Source, Wanted};
 
 /// Version of the file that rates are kept in.
-const VERSION: u32 = 6;
+const VERSION: u32 = 7;
 
 /// Why there are no rates.
 #[derive(Debug, thiserror::Error)]
