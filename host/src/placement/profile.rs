@@ -149,8 +149,16 @@ impl Profile {
         })
     }
 
-    /// Adds what one run chose to what the file `path` has, decayed; makes the file if there is none.
+    /// Adds what one run chose to what the file `path` has, decayed; makes the file if there is none. One
+    /// at a time of those that write to its directory, where the file system has locks.
     pub fn record(&self, path: &Path) -> Result<(), ProfileError> {
+        // The directory's, since the file is replaced. Without a lock two runs at once may lose one's counts.
+        let directory = match path.parent() {
+            Some(d) if d != Path::new("") => d,
+            _ => Path::new("."),
+        };
+        let lock = std::fs::File::open(directory).ok();
+        let _locked = lock.as_ref().map(std::fs::File::lock);
         let mut all = match Self::read(path) {
             Err(ProfileError::Io { source, .. }) if source.kind() == ErrorKind::NotFound => {
                 Self::new()
@@ -270,6 +278,28 @@ mod tests {
 
     fn parse(text: &str) -> Result<Profile, String> {
         Profile::parse(Path::new("u.txt"), text).map_err(|e| e.to_string())
+    }
+
+    #[test]
+    fn runs_at_once_lose_nothing() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("usage.txt");
+        std::thread::scope(|scope| {
+            for thread in 0..8 {
+                let path = &path;
+                scope.spawn(move || {
+                    for _ in 0..8 {
+                        let mut run = Profile::new();
+                        run.add(thread, 1, 1.0);
+                        run.record(path).unwrap();
+                    }
+                });
+            }
+        });
+        let all = Profile::read(&path).unwrap();
+        for thread in 0..8 {
+            assert_eq!(all.count(thread, 1), 8.0);
+        }
     }
 
     #[test]
