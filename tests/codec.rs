@@ -360,7 +360,7 @@ fn cpu_seconds() -> f64 {
 
 /// `cargo test --release --test codec -- --ignored --nocapture speed`
 #[test]
-#[ignore = "a measurement"]
+#[ignore = "a measurement: it prints rates and checks none"]
 fn speed() {
     let mut r = Random(8);
     let (rows, cols) = (2048, 6144);

@@ -306,7 +306,7 @@ fn cpu_seconds() -> f64 {
 
 /// `cargo test --release --test codec_plane3 -- --ignored --nocapture speed`
 #[test]
-#[ignore = "a measurement"]
+#[ignore = "a measurement: it prints rates and checks none"]
 fn speed() {
     for (rows, cols, sigma) in [(2048, 6144, 1.85), (6144, 2048, 1.98)] {
         let mut r = Random(8);

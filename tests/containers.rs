@@ -488,7 +488,12 @@ fn int8_experts_draft() {
     let args = ["plan", "--device", "emulator", "-c", "10", "--json"];
     let plan = host(&args, dir.path()).assert().success();
     let plan: Value = serde_json::from_slice(&plan.get_output().stdout).unwrap();
-    assert!(plan["speculation"]["break_even"].as_f64().unwrap() >= 0.0);
+    // Two tokens of a model this small may take no longer than one: then drafts need no acceptance.
+    assert!(
+        plan["speculation"]["break_even"]
+            .as_f64()
+            .is_some_and(f64::is_finite)
+    );
     assert!(plan["rates"]["dense_two"].as_f64().unwrap() > 0.0);
     let fixed = plan["fixed"].as_array().unwrap().iter();
     let fixed: u64 = fixed.map(|f| f["vram"].as_u64().unwrap()).sum();

@@ -54,6 +54,7 @@ fn check(split: &Value, devices: usize, recordings: u64) {
         let fields = ["experts_us", "dense_us", "attention_us", "exchange_us"];
         let rest = ["copies_us", "launch_us", "idle_us"];
         let all: f64 = fields.iter().chain(&rest).map(|f| us(d, f)).sum();
+        // Means of f64 sums, added up in another order.
         assert!((all - whole).abs() < 1e-6 * whole, "{split}");
         assert!(
             us(d, "experts_us") > 0.0 && us(d, "launches") > 0.0,
