@@ -131,7 +131,7 @@ fn caches_of_bf16() {
         let plan = json(command.args(["--kv", kv, "-m"]).arg(tiny()));
         let parts = plan["fixed"].as_array().unwrap().clone();
         let part = parts.iter().find(|f| f["what"] == "KV cache").unwrap();
-        part["vram"].as_u64().unwrap()
+        part["vram_bytes"].as_u64().unwrap()
     };
     // In allocations, each of which takes an eighth more at most.
     let (wide, narrow) = (planned("f32"), planned("bf16"));
@@ -710,6 +710,50 @@ fn ctrl_c_stops_the_answer_and_not_the_chat() {
     let stderr = String::from_utf8_lossy(&done.stderr);
     assert_eq!(done.status.code(), Some(0), "{stderr}");
     assert!(stderr.contains("stopped"), "{stderr}");
+}
+
+/// Of the cache stderr says before the first token what `--json` does at the end.
+#[test]
+fn positions_are_those_that_are_kept() {
+    for (tokens, context, positions) in [("0", "9", 7), ("1", "9", 7), ("3", "9", 9), ("5", "9", 9)]
+    {
+        let mut command = generate(tiny(), &PROMPT);
+        command.args(["-n", tokens, "-c", context, "--ignore-eos", "--json"]);
+        let done = command.assert().success();
+        let out = done.get_output();
+        let object: Value = serde_json::from_slice(&out.stdout).unwrap();
+        assert_eq!(
+            object["placement"]["kv"]["positions"], positions,
+            "-n {tokens}"
+        );
+        let stderr = String::from_utf8_lossy(&out.stderr);
+        assert!(
+            stderr.contains(&format!("for {positions} positions")),
+            "{stderr}"
+        );
+    }
+}
+
+/// Measuring takes the emulator ten seconds and more, and none of its steps a tenth of one.
+#[test]
+#[cfg(target_os = "linux")]
+fn ctrl_c_ends_a_calibration_at_once() {
+    let cache = tempfile::tempdir().unwrap();
+    for later in [0, 300, 1500] {
+        let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_host"));
+        command
+            .args(["plan", "--device", "emulator", "-m"])
+            .arg(sotu());
+        command.env("XDG_CACHE_HOME", cache.path());
+        let later = std::time::Duration::from_millis(later);
+        let (out, took) = support::interrupted(&mut command, later);
+        assert_eq!(out.status.code(), Some(1));
+        assert!(out.stdout.is_empty());
+        assert_eq!(String::from_utf8_lossy(&out.stderr), "error: interrupted\n");
+        // Twenty times what it takes on an idle machine: others may run beside.
+        assert!(took < std::time::Duration::from_secs(2), "{took:?}");
+    }
+    assert_eq!(fs::read_dir(cache.path()).unwrap().count(), 0);
 }
 
 /// `--devices` without a GPU is an error, not the CPU.

@@ -494,9 +494,9 @@ fn int8_experts_draft() {
             .as_f64()
             .is_some_and(f64::is_finite)
     );
-    assert!(plan["rates"]["dense_two"].as_f64().unwrap() > 0.0);
+    assert!(plan["rates_s"]["dense_two"].as_f64().unwrap() > 0.0);
     let fixed = plan["fixed"].as_array().unwrap().iter();
-    let fixed: u64 = fixed.map(|f| f["vram"].as_u64().unwrap()).sum();
+    let fixed: u64 = fixed.map(|f| f["vram_bytes"].as_u64().unwrap()).sum();
     // Room for less than the experts of all layers, and for those of the layer that drafts.
     for (room, more) in [(1 << 20, &[][..]), (8 << 20, &["--speculate"])] {
         let vram = (fixed + room).to_string();

@@ -171,7 +171,7 @@ fn a_plan_is_made_and_rates_are_kept() {
         .as_array()
         .unwrap()
         .iter()
-        .map(|f| f["vram"].as_u64().unwrap())
+        .map(|f| f["vram_bytes"].as_u64().unwrap())
         .sum();
     // A little device memory, a little host memory: the rest stays on disk.
     let vram = (fixed + (2 << 20)).to_string();
@@ -186,9 +186,9 @@ fn a_plan_is_made_and_rates_are_kept() {
     };
     assert_eq!(experts(p).iter().sum::<u64>(), 96);
     assert!(experts(p)[4] > 0, "{p}");
-    assert!(p["token"].as_f64().unwrap() <= p["greedy"].as_f64().unwrap() + 1e-12);
-    assert!(p["vram"].as_u64().unwrap() <= 2 << 20);
-    assert!(p["ram"].as_u64().unwrap() <= 200_000);
+    assert!(p["token_s"].as_f64().unwrap() <= p["greedy_s"].as_f64().unwrap() + 1e-12);
+    assert!(p["vram_bytes"].as_u64().unwrap() <= 2 << 20);
+    assert!(p["ram_bytes"].as_u64().unwrap() <= 200_000);
     assert_eq!(experts(&all["plan"])[4], 0);
     // Two devices with as little each: fewer experts on disk, a row for each device and tier.
     let budgets = ["--vram-budget", &vram, "--ram-budget", "200K"];
@@ -200,8 +200,8 @@ fn a_plan_is_made_and_rates_are_kept() {
     };
     assert_eq!(on(0) + on(1), 96);
     assert!(rows.iter().all(|r| r["number"] == 3));
-    assert!(two["token"].as_f64().unwrap() <= p["token"].as_f64().unwrap() + 1e-12);
-    for taken in two["vram_of"].as_array().unwrap() {
+    assert!(two["token_s"].as_f64().unwrap() <= p["token_s"].as_f64().unwrap() + 1e-12);
+    for taken in two["vram_of_bytes"].as_array().unwrap() {
         assert!(taken.as_u64().unwrap() <= 2 << 20);
     }
     plan(&[&["--rates", save, "--devices", "0,1"], &budgets[..]].concat())
@@ -227,8 +227,12 @@ fn a_plan_is_made_and_rates_are_kept() {
         &["--profile", other.to_str().unwrap()],
         "line 1: expected layer, expert and count",
     );
+    host(&[&"plan", &"-m", &model, &"--rates", &"/nonexistent"])
+        .assert()
+        .code(1)
+        .stderr(contains("/nonexistent: No such file").and(contains("--save-rates FILE")));
     fs::write(&rates, "{}").unwrap();
-    fails(&[], "delete it to measure again");
+    fails(&[], "give a file that `host plan --save-rates FILE` wrote");
     plan(&["--vram-budget", "lots"]).code(2);
 }
 

@@ -106,3 +106,31 @@ pub fn pipe(folder: &Path) -> PathBuf {
     assert!(made.unwrap().success());
     pipe
 }
+
+/// What a command comes to that gets SIGINT `later` than it began to listen for it, and how long it takes
+/// from there on.
+#[cfg(target_os = "linux")]
+pub fn interrupted(
+    command: &mut std::process::Command,
+    later: std::time::Duration,
+) -> (std::process::Output, std::time::Duration) {
+    use std::process::Stdio;
+    command.stdout(Stdio::piped()).stderr(Stdio::piped());
+    let child = command.spawn().unwrap();
+    let listens = || {
+        let status = std::fs::read_to_string(format!("/proc/{}/status", child.id())).unwrap();
+        let caught = status.lines().find_map(|l| l.strip_prefix("SigCgt:"));
+        // Of a child that is at its end there is no such line.
+        caught.is_none_or(|c| u64::from_str_radix(c.trim(), 16).unwrap() & 2 != 0)
+    };
+    while !listens() {
+        std::thread::sleep(std::time::Duration::from_millis(1));
+    }
+    std::thread::sleep(later);
+    let kill = std::process::Command::new("kill")
+        .args(["-INT", &child.id().to_string()])
+        .status();
+    let start = std::time::Instant::now();
+    assert!(kill.unwrap().success());
+    (child.wait_with_output().unwrap(), start.elapsed())
+}

@@ -329,7 +329,7 @@ pub fn run(args: GenerateArgs) -> anyhow::Result<()> {
         room: 0,
     };
     // What will not do is refused before the model loads.
-    request.check(&config)?;
+    let context = request.check(&config)?;
     if let Some(file) = &args.logits {
         check_logits(file)?;
     }
@@ -346,12 +346,8 @@ pub fn run(args: GenerateArgs) -> anyhow::Result<()> {
         read_profile(Some(file), &dir, &config)?;
     }
     let start = Instant::now();
-    // As many positions as the sequence can come to.
-    let most = args.ctx_size.unwrap_or(config.max_positions);
-    let wanted = request.tokens.map_or(most, |n| request.prompt.len() + n);
-    let mut engine = args
-        .engine
-        .open(&dir, wanted.min(most).max(1), request.speculate)?;
+    let positions = request.positions(context);
+    let mut engine = args.engine.open(&dir, positions, request.speculate)?;
     let load_time = start.elapsed();
     if args.usage.is_some() {
         engine.record_usage();

@@ -78,19 +78,23 @@ pub struct PlanArgs {
     /// Devices to spread experts over, by number; one given twice is two of them
     #[arg(long, value_name = "N,...", value_delimiter = ',', default_value = "0")]
     devices: Vec<u32>,
-    #[arg(long, value_enum, default_value = "cuda", hide = true)]
+    /// What to plan for
+    #[arg(long, value_enum, default_value = "cuda")]
     device: DeviceArg,
     /// Write the rates used to a file
     #[arg(long, value_name = "FILE")]
     save_rates: Option<PathBuf>,
-    /// Print one JSON object instead of the table
+    /// Print one JSON object instead of the table: times in seconds (keys that end in _s, and all of such
+    /// an object), sizes in bytes (_bytes), shares from 0 to 1
     #[arg(long)]
     json: bool,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
 enum DeviceArg {
+    /// NVIDIA GPUs
     Cuda,
+    /// The GPU's kernels on the CPU, with 1 GiB of memory; for tests, with small models
     Emulator,
 }
 
@@ -126,12 +130,13 @@ pub fn run(args: PlanArgs) -> anyhow::Result<()> {
         let ((found, measured), free) = match (args.device, &request.rates) {
             // Another machine's rates need no device here, if the budget is given as well.
             (DeviceArg::Cuda, Some(file)) if CudaDevice::count() == 0 => {
+                let found = Calibration::read(file)?;
                 let Some(Size::Bytes(free)) = request.vram else {
                     anyhow::bail!(
                         "no CUDA device whose memory would be the budget: give --vram-budget in bytes"
                     );
                 };
-                ((Calibration::read(file)?, false), free)
+                ((found, false), free)
             }
             (DeviceArg::Cuda, None) if CudaDevice::count() == 0 => anyhow::bail!(
                 "no CUDA device to measure (`host doctor` says why): give --rates FILE, saved where there \
@@ -183,10 +188,10 @@ pub fn run(args: PlanArgs) -> anyhow::Result<()> {
         let object = json!({
             "machine": planned.calibration.machine,
             "profile": planned.profile,
-            "rates": planned.calibration.rates,
+            "rates_s": planned.calibration.rates,
             "fixed": planned.fixed,
-            "vram_budget": planned.vram,
-            "ram_budget": planned.budget.ram,
+            "vram_budget_bytes": planned.vram,
+            "ram_budget_bytes": planned.budget.ram,
             "plan": planned.plan,
             "speculation": planned.speculation,
             "tokens_per_s": 1.0 / planned.plan.token,

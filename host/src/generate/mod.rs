@@ -137,6 +137,13 @@ impl Request {
         }
         Ok(context)
     }
+
+    /// Positions that the sequence comes to at most, where there are `context`.
+    pub fn positions(&self, context: usize) -> usize {
+        // The last token is never fed back.
+        let fed = self.tokens.map_or(context, |n| n.saturating_sub(1));
+        self.prompt.len().saturating_add(fed).min(context)
+    }
 }
 
 /// Generates. Tokens do not depend on [`Request::speculate`]: each is chosen from the logits and with
@@ -178,7 +185,7 @@ pub fn generate(
         0 => Wanted::Last,
         k => Wanted::Tail(k + 1),
     };
-    let capacity = prompt.len() + n - 1;
+    let capacity = request.positions(context);
     // The last token's logits are wanted, so it is read whatever is held.
     let mut held = request.held.min(prompt.len() - 1);
     if held == 0 || !engine.resume(held, capacity, wanted) {

@@ -17,6 +17,8 @@ use crate::backend::kernels::{Device, DeviceError, KernelBackend, KernelError};
 use crate::backend::{Backend, LayerExperts, LoadExperts, Weight, rows, rows_mut};
 use crate::bench::synth::Rng;
 use crate::expert::Form;
+use crate::files;
+use crate::interrupt;
 use crate::model::{Config, Model, ModelError, Source, Wanted};
 
 /// Version of the file that rates are kept in.
@@ -45,8 +47,11 @@ pub enum CalibrateError {
         /// Why.
         source: std::io::Error,
     },
+    /// Stopped by the user.
+    #[error("interrupted")]
+    Interrupted,
     /// A file of rates.
-    #[error("{}: {what}; delete it to measure again", path.display())]
+    #[error("{}: {what}; give a file that `host plan --save-rates FILE` wrote", path.display())]
     File {
         /// The file.
         path: PathBuf,
@@ -84,7 +89,7 @@ impl Calibration {
             path: path.into(),
             what,
         };
-        let bytes = std::fs::read(path).map_err(|e| wrong(e.to_string()))?;
+        let bytes = files::read(path).map_err(|e| wrong(e.to_string()))?;
         let found: Self = serde_json::from_slice(&bytes).map_err(|e| wrong(e.to_string()))?;
         if found.version != VERSION {
             return Err(wrong(format!(
@@ -104,7 +109,7 @@ impl Calibration {
         ];
         let all = lines.iter().flat_map(|l| [l.fixed, l.each]);
         if all
-            .chain([r.round_trip, r.dense])
+            .chain([r.round_trip, r.dense, r.dense_two.unwrap_or(0.0)])
             .any(|x| !(x.is_finite() && x >= 0.0))
         {
             return Err(wrong("a rate is negative or no number".into()));
@@ -155,7 +160,10 @@ pub fn rates<D: Device + Clone + 'static>(
             Ok(kept) if kept.machine == machine => return Ok((kept, false)),
             Ok(_) => (),
             // Those of an older version, say.
-            Err(e) => tracing::warn!("measuring again: {e}"),
+            Err(CalibrateError::File { path, what }) => {
+                tracing::warn!("{}: {what}; measuring again", path.display());
+            }
+            Err(e) => return Err(e),
         }
     }
     let found = Calibration {
@@ -211,6 +219,14 @@ fn median(mut seconds: Vec<f64>) -> f64 {
     seconds[seconds.len() / 2]
 }
 
+/// Before each step, none of which takes long: ends the calibration where the user has asked to stop.
+fn going() -> Result<(), CalibrateError> {
+    match interrupt::requested() {
+        true => Err(CalibrateError::Interrupted),
+        false => Ok(()),
+    }
+}
+
 /// Measures everything.
 pub fn measure<D: Device + Clone + 'static>(
     backend: &KernelBackend<D>,
@@ -237,10 +253,11 @@ pub fn measure<D: Device + Clone + 'static>(
     let some = if rans.is_empty() { &plane3 } else { &rans };
     let n = some.len();
     let top_k = top_k.min(n);
-    let raw = some
-        .iter()
-        .map(Record::decode_all)
-        .collect::<Result<Vec<_>, _>>()?;
+    let raw = some.iter().map(|r| {
+        going()?;
+        Ok(r.decode_all()?)
+    });
+    let raw = raw.collect::<Result<Vec<_>, CalibrateError>>()?;
 
     let cpu_line = cpu(archive, top_k)?;
 
@@ -302,15 +319,19 @@ fn cpu(archive: &Archive, top_k: usize) -> Result<Line, CalibrateError> {
     let shape = *archive.shape();
     let layer = archive.layer(archive.layers()[0])?;
     let n = archive.experts().min(4 * top_k);
-    let raw = (0..n).map(|e| layer.record(e)?.decode_all());
-    let raw = raw.collect::<Result<Vec<_>, ArchiveError>>()?;
+    let raw = (0..n).map(|e| {
+        going()?;
+        Ok(layer.record(e)?.decode_all()?)
+    });
+    let raw = raw.collect::<Result<Vec<_>, CalibrateError>>()?;
     let cpu = Cpu::new()?;
     let experts = cpu.load_experts(LayerExperts::Raw(raw), shape, Form::Fused)?;
     let x = Rng::new(5).normals(top_k * shape.hidden);
     let mut next = 0;
-    let mut time = |k: usize| -> Result<f64, CpuError> {
+    let mut time = |k: usize| -> Result<f64, CalibrateError> {
         let mut times = Vec::with_capacity(RUNS);
         for _ in 0..RUNS {
+            going()?;
             let ids: Vec<u32> = (0..k).map(|i| ((next + i) % n) as u32).collect();
             next += k;
             std::thread::sleep(std::time::Duration::from_millis(1));
@@ -342,13 +363,17 @@ fn line<B: LoadExperts>(
     experts: &B::Experts,
     (hidden, n, top_k): (usize, usize, usize),
     mut seconds: impl FnMut(&mut dyn FnMut() -> Result<(), B::Error>) -> Result<f64, B::Error>,
-) -> Result<Line, B::Error> {
+) -> Result<Line, CalibrateError>
+where
+    CalibrateError: From<B::Error>,
+{
     let x = backend.upload(&Rng::new(5).normals(hidden))?;
     let mut out = backend.alloc::<f32>(hidden)?;
     let mut time = |k: usize| {
         let weights = backend.upload(&vec![1.0f32 / k as f32; k])?;
         let mut times = Vec::with_capacity(RUNS);
         for run in 0..=RUNS {
+            going()?;
             let mut ids: Vec<u32> = (0..k).map(|i| ((run * k + i) % n) as u32).collect();
             ids.sort_unstable();
             let ids = backend.upload(&ids)?;
@@ -360,7 +385,7 @@ fn line<B: LoadExperts>(
                 times.push(took);
             }
         }
-        Ok(median(times))
+        Ok::<_, CalibrateError>(median(times))
     };
     let (one, all) = (time(1)?, time(top_k)?);
     Ok(if top_k == 1 {
@@ -430,6 +455,10 @@ fn disk(archive: &Archive) -> Result<Line, CalibrateError> {
                     let mut rng = Rng::new(13 + t);
                     let mut buffer = Aligned::new(size as usize + BLOCK);
                     for _ in 0..each {
+                        // Said below.
+                        if interrupt::requested() {
+                            break;
+                        }
                         let at = rng.bits() % blocks * BLOCK as u64;
                         black_box(file.read_into(at, size as usize, &mut buffer)?);
                     }
@@ -444,6 +473,7 @@ fn disk(archive: &Archive) -> Result<Line, CalibrateError> {
         threads.into_iter().try_for_each(join)
     })
     .map_err(read_error)?;
+    going()?;
     let bytes = (THREADS * each * size) as f64;
     Ok(Line {
         fixed: latency,
@@ -556,7 +586,7 @@ fn token<D: Device + Clone + 'static>(
         }
         Err(e) => return Err(e.into()),
     };
-    let time = |model: &Model<KernelBackend<D>>, tokens: usize| -> Result<f64, KernelError> {
+    let time = |model: &Model<KernelBackend<D>>, tokens: usize| -> Result<f64, CalibrateError> {
         const WARM: usize = 3;
         let passes = WARM + 2 * RUNS;
         let wanted = match tokens {
@@ -569,6 +599,7 @@ fn token<D: Device + Clone + 'static>(
             .collect();
         let mut times = Vec::new();
         for ids in ids.chunks(tokens) {
+            going()?;
             let start = Instant::now();
             black_box(model.forward(&mut session, ids, wanted)?);
             times.push(start.elapsed().as_secs_f64());
@@ -639,7 +670,7 @@ fn dense<D: Device>(
     config: &Config,
     part: &DensePart,
     mut seconds: impl FnMut(&mut dyn FnMut() -> Result<(), KernelError>) -> Result<f64, KernelError>,
-) -> Result<f64, KernelError> {
+) -> Result<f64, CalibrateError> {
     let cols = config.hidden;
     let x = backend.upload(&Rng::new(7).normals(cols))?;
     let most = config.vocab;
@@ -647,12 +678,13 @@ fn dense<D: Device>(
     let mut a_byte = |weight: Weight<'_, KernelBackend<D>>, size: usize, rows_of: usize| {
         let mut times = Vec::new();
         for _ in 0..RUNS {
+            going()?;
             times.push(seconds(&mut || {
                 let (x, out) = (rows(&x, cols), rows_mut(&mut out, rows_of));
                 backend.linear(x, weight, rows_of, cols, 1, false, out)
             })?);
         }
-        Ok::<_, KernelError>(median(times) / (size * rows_of * cols) as f64)
+        Ok::<_, CalibrateError>(median(times) / (size * rows_of * cols) as f64)
     };
     let mut bytes = 0.0;
     if part.bf16 > 0 {
@@ -673,6 +705,7 @@ fn dense<D: Device>(
     const MANY: usize = 64;
     let mut times = Vec::new();
     for _ in 0..RUNS {
+        going()?;
         times.push(seconds(&mut || {
             (0..MANY).try_for_each(|_| {
                 let (x, out) = (rows(&x, 64), rows_mut(&mut out, 64));

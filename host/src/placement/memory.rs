@@ -13,6 +13,7 @@ pub struct Fixed {
     /// What it is for.
     pub what: &'static str,
     /// Bytes of device memory.
+    #[serde(rename = "vram_bytes")]
     pub vram: u64,
 }
 

@@ -82,8 +82,8 @@ pub struct TierPlan {
     pub bytes: u64,
     /// Share of selections, 0 to 1.
     pub share: f64,
-    /// Mean milliseconds of a token that the tier's own work takes, on its lane.
-    pub lane_ms: f64,
+    /// Mean seconds of a token that the tier's own work takes, on its lane.
+    pub lane_s: f64,
 }
 
 /// Where each expert goes, and what is expected of it.
@@ -101,18 +101,24 @@ pub struct Plan {
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub device_table: Vec<DevicePlan>,
     /// Sums over layers, seconds.
+    #[serde(rename = "time_s")]
     pub time: LayerTime,
     /// Seconds of a token, dense part included.
+    #[serde(rename = "token_s")]
     pub token: f64,
     /// Seconds of a token with greedy filling.
+    #[serde(rename = "greedy_s")]
     pub greedy: f64,
     /// What a faster token would need most.
     pub bottleneck: &'static str,
     /// Bytes of device memory that experts take.
+    #[serde(rename = "vram_bytes")]
     pub vram: u64,
     /// The same of each device.
+    #[serde(rename = "vram_of_bytes")]
     pub vram_of: Vec<u64>,
     /// Bytes of host memory that experts take.
+    #[serde(rename = "ram_bytes")]
     pub ram: u64,
 }
 
@@ -492,7 +498,7 @@ impl<'a> Search<'a> {
                 experts: s.counts.iter().map(|c| c[tier as usize]).sum(),
                 bytes: bytes[tier as usize],
                 share: (share[tier as usize] / n).clamp(0.0, 1.0),
-                lane_ms: 1e3 * share[tier as usize].max(0.0) * top_k * lane(tier),
+                lane_s: share[tier as usize].max(0.0) * top_k * lane(tier),
             })
             .collect();
         let lanes = [

@@ -157,6 +157,7 @@ const RESERVE: u64 = 256 << 20;
 #[derive(Clone, Copy, Debug, PartialEq, serde::Serialize)]
 pub struct Speculation {
     /// Seconds of a draft and the pass over two tokens that checks it.
+    #[serde(rename = "pass_s")]
     pub pass: f64,
     /// Share of drafts that must be right for it to be faster than a token at a time; over 1: never.
     pub break_even: f64,
@@ -442,7 +443,7 @@ impl std::fmt::Display for Planned {
                 row.experts,
                 gb(row.bytes),
                 100.0 * row.share,
-                row.lane_ms
+                1e3 * row.lane_s
             )
         };
         if plan.device_table.is_empty() {

@@ -336,7 +336,7 @@ fn assign(
                 continue;
             }
             let rates = &spread.rates[d];
-            let lane_ms = if resident(t) {
+            let lane_s = if resident(t) {
                 let mixed = if share > 0.0 { plane3 / share } else { 0.0 };
                 let each = match t {
                     Tier::VramHot => rates.hot.each,
@@ -344,7 +344,7 @@ fn assign(
                 };
                 1e3 * share * model.top_k as f64 * each
             } else {
-                whole.lane_ms
+                whole.lane_s
             };
             plan.device_table.push(DevicePlan {
                 device: d,
@@ -354,15 +354,15 @@ fn assign(
                     experts,
                     bytes: if resident(t) { bytes } else { whole.bytes },
                     share: (share / n).clamp(0.0, 1.0),
-                    lane_ms,
+                    lane_s,
                 },
             });
         }
     }
     for row in plan.table.iter_mut().filter(|r| resident(r.tier)) {
         let own = plan.device_table.iter().filter(|d| d.part.tier == row.tier);
-        (row.bytes, row.lane_ms) = own.fold((0, 0.0), |(bytes, ms), d| {
-            (bytes + d.part.bytes, ms + d.part.lane_ms)
+        (row.bytes, row.lane_s) = own.fold((0, 0.0), |(bytes, s), d| {
+            (bytes + d.part.bytes, s + d.part.lane_s)
         });
     }
     Ok(plan)
