@@ -297,3 +297,65 @@ fn what_cannot_be_is_refused() {
     fails(&[], "expected a new or empty one");
     assert_eq!(files(&to).len(), 1);
 }
+
+/// One run has a place at a time; what others left when they were killed goes.
+#[test]
+#[cfg(target_os = "linux")]
+fn a_place_is_taken_from_the_start() {
+    let dir = tempfile::tempdir().unwrap();
+    let to = dir.path().join("model");
+    let unfinished = |name: &str, file: &str| {
+        let left = dir.path().join(name);
+        fs::create_dir(&left).unwrap();
+        fs::write(left.join(file), "").unwrap();
+        left
+    };
+    let fails = |what: &str| {
+        tiny(&to, &[])
+            .code(1)
+            .stdout(is_empty())
+            .stderr(contains(what).and(predicate::function(|s: &str| s.lines().count() == 1)));
+    };
+    let own = unfinished(".model.synth", "unfinished");
+    let lock = fs::File::open(&own).unwrap();
+    lock.try_lock().unwrap();
+    fails("no other `host synth` to the same place, found one that runs");
+    // Another's, that runs as well, one that does not, and one of somebody else.
+    let beside = unfinished(".beside.synth", "unfinished");
+    let beside_lock = fs::File::open(&beside).unwrap();
+    beside_lock.try_lock().unwrap();
+    let left = unfinished(".left.synth", "unfinished");
+    let precious = unfinished(".precious.synth", "diary");
+    drop(lock);
+    tiny(&to, &[]).success().stderr(
+        contains("left.synth: what an interrupted run left").and(contains("model.synth: what")),
+    );
+    assert!(beside.exists() && precious.join("diary").exists());
+    assert!(!left.exists() && !own.exists());
+    assert_eq!(files(&to).len(), 5);
+    // Files of somebody else where it would work.
+    fs::remove_dir_all(&to).unwrap();
+    unfinished(".model.synth", "diary");
+    fails("expected none, or what an earlier run left");
+    fs::remove_dir_all(own).unwrap();
+
+    // Killed, and gone with the next run.
+    let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_host"));
+    command.args(["synth", "--shape", "glm-4.7-flash", "--layers", "2", "--to"]);
+    let mut child = command.arg(&to).spawn().unwrap();
+    let begun = dir.path().join(".model.synth/unfinished");
+    while !begun.exists() {
+        std::thread::sleep(std::time::Duration::from_millis(1));
+    }
+    fails("found one that runs");
+    child.kill().unwrap();
+    child.wait().unwrap();
+    assert!(begun.exists());
+    tiny(&dir.path().join("other"), &[]).success();
+    assert!(!begun.exists() && !to.exists());
+    for nameless in ["/", ".", ".."] {
+        tiny(Path::new(nameless), &[])
+            .code(1)
+            .stderr(contains("expected one with a name"));
+    }
+}

@@ -110,9 +110,9 @@ pub fn run(args: SynthArgs) -> anyhow::Result<()> {
             }
             *shown = Some((
                 phase,
-                Progress::new(match phase {
+                Progress::bytes(match phase {
                     Phase::Experts => "making experts",
-                    Phase::Dense => "writing dense bytes",
+                    Phase::Dense => "writing the dense part",
                 }),
             ));
         }

@@ -9,9 +9,11 @@
 
 pub mod router;
 mod shapes;
+mod staged;
 
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use rayon::prelude::*;
 use safetensors::tensor::Dtype;
@@ -32,6 +34,7 @@ use crate::model::{Config, ModelError, hex};
 use crate::placement::profile::{self, ProfileError};
 pub use router::Skew;
 pub use shapes::Shape;
+use staged::Staged;
 
 /// What to make.
 #[derive(Clone, Debug)]
@@ -170,14 +173,14 @@ fn mix(seed: u64, i: u64) -> u64 {
     Rng::new(seed ^ i.wrapping_mul(0x9e37_79b9_7f4a_7c15)).bits()
 }
 
-/// Makes the model directory `to`, which must be new or empty. `progress` gets a phase and how much
-/// of it is done.
+/// Makes the model directory `to`, which must be new or empty. `progress` gets a phase, and how many of
+/// its bytes are done.
 pub fn synthesise(
     options: &Options,
     to: &Path,
     progress: impl Fn(Phase, u64, u64) + Sync,
 ) -> Result<Made, SynthError> {
-    let staged = stage(to)?;
+    let staged = Staged::new(to)?;
     let dir = staged.path();
     write(
         &dir.join("config.json"),
@@ -232,17 +235,18 @@ pub fn synthesise(
         seed: mix(options.seed, u64::MAX),
     };
     let file = dir.join(ARCHIVE_FILE);
-    let done = std::sync::atomic::AtomicU64::new(0);
+    let done = AtomicU64::new(0);
     let summary = pack(
         &experts,
         &pack_options,
         &file,
-        |_| {
-            let done = done.fetch_add(1, std::sync::atomic::Ordering::Relaxed) + 1;
-            progress(Phase::Experts, done, 2 * all as u64);
+        |step| {
+            let done = done.fetch_add(step.bytes, Ordering::Relaxed) + step.bytes;
+            progress(Phase::Experts, done, 2 * all as u64 * step.bytes);
         },
         interrupt::requested,
-    )?;
+    );
+    let summary = summary.map_err(of_directory)?;
     let archive = Archive::open(&file)?;
 
     let routing = router::routing(&config.router, options.skew, mix(options.seed, 1))
@@ -268,10 +272,21 @@ pub fn synthesise(
     })
 }
 
+/// What is wrong with an archive that goes with its directory.
+fn of_directory(e: ArchiveError) -> SynthError {
+    match e {
+        ArchiveError::Interrupted { .. } => ModelError::Interrupted.into(),
+        ArchiveError::Io { path, source, .. } => {
+            ModelError::io(&path, source, "check the space left on the disk").into()
+        }
+        e => e.into(),
+    }
+}
+
 /// Part of the work.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Phase {
-    /// Experts, counted and coded.
+    /// Bytes of raw experts, counted and coded.
     Experts,
     /// Bytes of dense tensors.
     Dense,
@@ -279,61 +294,6 @@ pub enum Phase {
 
 fn write(file: &Path, bytes: &[u8]) -> Result<(), ModelError> {
     fs::write(file, bytes).map_err(|e| ModelError::io(file, e, "check the space left on the disk"))
-}
-
-/// A directory that takes its final name when it is whole, and vanishes otherwise.
-struct Staged {
-    dir: tempfile::TempDir,
-    to: PathBuf,
-}
-
-fn stage(to: &Path) -> Result<Staged, ModelError> {
-    let taken = match fs::read_dir(to) {
-        Ok(mut entries) => entries.next().is_some(),
-        Err(e) if e.kind() == std::io::ErrorKind::NotFound => false,
-        Err(e) => return Err(ModelError::io(to, e, "choose another --to directory")),
-    };
-    if taken {
-        return Err(ModelError::field(
-            to,
-            "directory",
-            "a new or empty one",
-            "files",
-            "choose another --to directory",
-        ));
-    }
-    let parent = match to.parent() {
-        Some(p) if p != Path::new("") => p,
-        _ => Path::new("."),
-    };
-    let make = || {
-        fs::create_dir_all(parent)?;
-        tempfile::Builder::new()
-            .prefix(".synth-")
-            .tempdir_in(parent)
-    };
-    let dir = make()
-        .map_err(|e| ModelError::io(parent, e, "choose a --to directory that can be written"))?;
-    Ok(Staged { dir, to: to.into() })
-}
-
-impl Staged {
-    fn path(&self) -> &Path {
-        self.dir.path()
-    }
-
-    fn commit(self) -> Result<(), ModelError> {
-        let fail = |e| ModelError::io(&self.to, e, "check permissions of the directory above");
-        #[cfg(unix)]
-        {
-            use std::os::unix::fs::PermissionsExt;
-            let mode = fs::Permissions::from_mode(0o755);
-            fs::set_permissions(self.dir.path(), mode).map_err(fail)?;
-        }
-        fs::rename(self.dir.path(), &self.to).map_err(fail)?;
-        let _ = self.dir.keep(); // renamed away: nothing left to remove under that name
-        Ok(())
-    }
 }
 
 /// Numbers of the pool: 8 MiB as bf16, which second-level caches hold in part.
