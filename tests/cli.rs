@@ -408,8 +408,30 @@ fn archives_of_other_models_are_refused() {
         fs::copy(tiny().join(name), dir.path().join(name)).unwrap();
     }
     fs::copy(other.join("experts.ansx"), dir.path().join("experts.ansx")).unwrap();
-    let says = ["experts.ansx", "fingerprint", "another model", "host pack"];
-    refused(&mut generate(dir.path(), &PROMPT), 1, &says);
+    // The model's own are in rows, whatever else the archive has.
+    let says = |field, own| ["experts.ansx", field, own, "another model", "host pack"];
+    let rows = says("expert shape", "int4-row, found 64 x 128, int4-g64");
+    refused(&mut generate(dir.path(), &PROMPT), 1, &rows);
+    let original = fs::read_to_string(tiny().join("config.json")).unwrap();
+    let wider = original.replace(
+        "\"moe_intermediate_size\": 64",
+        "\"moe_intermediate_size\": 128",
+    );
+    fs::write(dir.path().join("config.json"), wider).unwrap();
+    let rows = says(
+        "expert shape",
+        "128 x 128, int4-row, found 64 x 128, int4-g64",
+    );
+    refused(&mut generate(dir.path(), &PROMPT), 1, &rows);
+    fs::write(dir.path().join("config.json"), original).unwrap();
+    // Other weights alone.
+    let mut bytes = fs::read(tiny().join("experts.safetensors")).unwrap();
+    *bytes.last_mut().unwrap() ^= 1;
+    fs::write(other.join("experts.safetensors"), bytes).unwrap();
+    add_archive(&other);
+    fs::copy(other.join("experts.ansx"), dir.path().join("experts.ansx")).unwrap();
+    let weights = says("fingerprint", "another model");
+    refused(&mut generate(dir.path(), &PROMPT), 1, &weights);
     // Geometry alone gives it away too.
     let config = fs::read_to_string(tiny().join("config.json")).unwrap();
     let config = config.replace("\"n_routed_experts\": 16", "\"n_routed_experts\": 8");

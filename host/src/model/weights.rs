@@ -9,7 +9,9 @@ use rayon::prelude::*;
 
 use super::check::check_dense;
 use super::config::{Config, LayerKind};
-use super::directory::{ARCHIVE_FILE, Dense, EXPERTS_FILE, FINGERPRINT_KEY, RawExperts};
+use super::directory::{
+    ARCHIVE_FILE, Dense, EXPERTS_FILE, EXPERTS_KEY, FINGERPRINT_KEY, RawExperts,
+};
 use super::error::ModelError;
 use super::family::qwen3_moe::{self, Grouped};
 use super::matrix::{HostMatrix, Matrix, Part};
@@ -17,7 +19,7 @@ use super::mtp::{self, Mtp};
 use super::repin::Moving;
 use crate::archive::{Archive, ExpertSource, LOW_NIBBLES, LayerRecords, Record, expert_digest};
 use crate::backend::{LayerExperts, LoadExperts, Scoring, TieredLayer};
-use crate::expert::{ExpertShape, Form, Tier};
+use crate::expert::{ExpertShape, Form, ScaleKind, Tier};
 use crate::interrupt;
 use crate::placement::reader::DirectFile;
 use crate::placement::{self, Profile, Used};
@@ -258,10 +260,17 @@ pub fn check_archive(archive: &Archive, dir: &Path, config: &Config) -> Result<b
             FOREIGN,
         ))
     };
+    let dense = Dense::open(dir)?;
     let shape = archive.shape();
-    let want = config.expert_shape(shape.scales);
+    // As the model says its own are; where it does not, any will do here.
+    let scales = dense.metadata(EXPERTS_KEY).and_then(ScaleKind::from_name);
+    let want = config.expert_shape(scales.unwrap_or(shape.scales));
     if *shape != want {
-        return wrong("expert shape", want.to_string(), shape.to_string());
+        let want = match scales {
+            Some(_) => want.to_string(),
+            None => format!("{} x {}", want.intermediate, want.hidden),
+        };
+        return wrong("expert shape", want, shape.to_string());
     }
     let layers: Vec<u32> = config.sparse_layers().map(|l| l as u32).collect();
     // One that drafts may be there and not be wanted. Low nibbles come after all others.
@@ -295,7 +304,6 @@ pub fn check_archive(archive: &Archive, dir: &Path, config: &Config) -> Result<b
         let found = archive.experts().to_string();
         return wrong("experts a layer", config.router.experts.to_string(), found);
     }
-    let dense = Dense::open(dir)?;
     let found = hex(archive.fingerprint());
     match dense.metadata(FINGERPRINT_KEY) {
         Some(want) if want != found => return wrong("fingerprint", want.into(), found),
