@@ -404,3 +404,47 @@ fn what_cannot_be_packed_leaves_nothing_behind() {
         .collect();
     assert_eq!(left.len(), 2, "{left:?}");
 }
+
+#[test]
+#[cfg(target_os = "linux")]
+fn ctrl_c_ends_verify_and_inspect() {
+    let archive = host::model::default_directory()
+        .unwrap()
+        .join("experts.ansx");
+    for args in [&["verify"][..], &["verify", "--quick"], &["inspect"]] {
+        // What is done before the signal comes says nothing: once more.
+        let in_time = (0..200).find_map(|_| {
+            let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_host"));
+            command
+                .args(args)
+                .arg(&archive)
+                .env("RAYON_NUM_THREADS", "1");
+            let (out, _) = support::interrupted(&mut command, std::time::Duration::ZERO);
+            (out.status.code() != Some(0)).then_some(out)
+        });
+        let out = in_time.expect("one of them is interrupted");
+        assert_eq!(out.status.code(), Some(1), "{args:?}");
+        assert!(out.stdout.is_empty());
+        assert_eq!(String::from_utf8_lossy(&out.stderr), "error: interrupted\n");
+    }
+}
+
+#[test]
+fn what_hot_names_is_something() {
+    for hot in ["", ":4"] {
+        host(&[&"pack", &"-m", &model(), &"--hot", &hot])
+            .assert()
+            .code(2)
+            .stderr(contains("expected FILE, FILE:N or N"));
+    }
+}
+
+/// Where tables were made for matrices that then did not shrink enough, the summary says so.
+#[test]
+fn tables_without_users_are_said() {
+    let made = support::converted("tiny-lite", ScaleKind::Row).unwrap();
+    host(&[&"pack", &"-m", &made.path().join("model")])
+        .assert()
+        .success()
+        .stderr(contains("24 raw").and(contains("1 table that no matrix came to use, 272 bytes")));
+}

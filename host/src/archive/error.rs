@@ -193,6 +193,9 @@ pub enum ArchiveError {
         /// What there is of it.
         kept: Option<Kept>,
     },
+    /// Reading was told to stop.
+    #[error("interrupted")]
+    Stopped,
     /// An unfinished archive that cannot be gone on with.
     #[error("{}: {what}", path.display())]
     Partial {

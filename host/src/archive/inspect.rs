@@ -8,6 +8,7 @@ use crate::expert::MatrixKind;
 
 use super::error::hex;
 use super::format::{TABLE_HEADER, VERSION, class};
+use super::verify::going;
 use super::{Archive, ArchiveError};
 
 /// A table.
@@ -192,6 +193,7 @@ pub fn inspect(
 }
 
 fn one(archive: &Archive, layer: u32, expert: usize) -> Result<[Sums; 3], ArchiveError> {
+    going()?;
     let record = archive.record(layer, expert)?;
     let mut sums: [Sums; 3] = Default::default();
     for (kind, sums) in MatrixKind::ALL.into_iter().zip(&mut sums) {

@@ -4,6 +4,7 @@ use rayon::prelude::*;
 use serde::Serialize;
 
 use crate::expert::MatrixKind;
+use crate::interrupt;
 
 use super::error::{Check, Place, hex};
 use super::source::ExpertSource;
@@ -24,6 +25,14 @@ pub struct Verified {
 
 /// The remedy for an archive that is whole, but of other experts.
 const OTHER: &str = "the archive is of another model: make one with `host pack`";
+
+/// An error once the user has asked to stop.
+pub(super) fn going() -> Result<(), ArchiveError> {
+    match interrupt::requested() {
+        true => Err(ArchiveError::Stopped),
+        false => Ok(()),
+    }
+}
 
 /// Decodes every record and checks it against its checksum and its raw digest, and, where a model's
 /// raw experts are given, against them. `progress` is called with 1 for each expert.
@@ -59,6 +68,7 @@ pub fn verify<S: ExpertSource>(
     (0..archive.layers().len() * experts)
         .into_par_iter()
         .try_for_each(|i| {
+            going()?;
             let (layer, expert) = (archive.layers()[i / experts], i % experts);
             // A shared record is checked once, but compared with every expert that has it.
             if model.is_none() && archive.first(layer, expert)? != (layer, expert) {
@@ -135,6 +145,7 @@ pub fn verify_checksums(
     (0..archive.layers().len() * experts)
         .into_par_iter()
         .try_for_each(|i| {
+            going()?;
             let (layer, expert) = (archive.layers()[i / experts], i % experts);
             if archive.first(layer, expert)? == (layer, expert) {
                 archive.record(layer, expert)?;

@@ -8,6 +8,7 @@ use clap::Args;
 use super::pack::Count;
 use super::ui;
 use crate::archive::{Archive, Inspection, LOW_NIBBLES, MatrixInfo, inspect};
+use crate::interrupt;
 
 #[derive(Args)]
 pub struct InspectArgs {
@@ -24,6 +25,7 @@ pub struct InspectArgs {
 }
 
 pub fn run(args: InspectArgs) -> anyhow::Result<()> {
+    interrupt::install();
     let archive = Archive::open(&args.file)?;
     let sample = args.sample.unwrap_or(if archive.file_len() <= 256 << 20 {
         archive.experts()

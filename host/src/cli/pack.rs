@@ -48,7 +48,7 @@ pub struct PackArgs {
     symbols: SymbolsArg,
     /// Experts to code as plane3: those used at all in FILE, a usage profile with lines of layer,
     /// expert and count; its N most used; or the N most used of usage.txt in the model directory
-    #[arg(long, value_name = "FILE[:N]|N")]
+    #[arg(long, value_name = "FILE[:N]|N", value_parser = hot)]
     hot: Option<String>,
     /// Nibbles of a block of rans, roughly: larger blocks make a smaller archive and keep fewer warps
     /// busy [default: 98304, half of that where a row has no more than 2,048 columns]
@@ -172,6 +172,14 @@ fn choose_symbols(target: Option<&Target>, shape: &ExpertShape) -> (Symbol, Stri
         target.name,
     );
     (symbol, why)
+}
+
+/// Refuses a name that is none.
+fn hot(text: &str) -> Result<String, String> {
+    match text.split_once(':').map_or(text, |(file, _)| file) {
+        "" => Err("expected FILE, FILE:N or N".into()),
+        _ => Ok(text.into()),
+    }
 }
 
 /// The experts that `--hot` names.
@@ -315,8 +323,13 @@ fn file(s: &Summary) -> String {
     let tables = match s.tables {
         0 => "no tables".into(),
         n => format!(
-            "{n} tables over {} symbols, {} bytes",
-            s.symbols, s.table_bytes
+            "{n} table{} {}, {} bytes",
+            if n == 1 { "" } else { "s" },
+            match s.symbols {
+                "none" => "that no matrix came to use".into(),
+                symbols => format!("over {symbols} symbols"),
+            },
+            s.table_bytes
         ),
     };
     format!(

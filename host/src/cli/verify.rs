@@ -9,6 +9,7 @@ use serde_json::json;
 use super::pack::Count;
 use super::ui;
 use crate::archive::{Archive, verify, verify_checksums};
+use crate::interrupt;
 use crate::model::check_archive;
 use crate::model::config::Config;
 use crate::model::directory::{EXPERTS_FILE, RawExperts};
@@ -31,6 +32,7 @@ pub struct VerifyArgs {
 }
 
 pub fn run(args: VerifyArgs) -> anyhow::Result<()> {
+    interrupt::install();
     let start = Instant::now();
     let archive = Archive::open(&args.file)?;
     let mut compared = "nothing else";
