@@ -50,8 +50,9 @@ struct DecodeArgs {
     /// Tokens before those
     #[arg(long, default_value_t = 8)]
     warmup: usize,
-    /// Tokens behind a placement's last run, whose time is split into parts by events between launches; 0
-    /// for none
+    /// Tokens behind a placement's last run, whose time is split into parts by events between launches; what
+    /// recorded tokens do aside counts as what goes on meanwhile (the shared expert as experts, keys and
+    /// values as the query's rows); 0 for none
     #[arg(long, value_name = "N", default_value_t = 8)]
     split: usize,
     /// Tokens of a prompt whose time is split likewise behind that; 0 for none
