@@ -268,6 +268,59 @@ fn the_seed_decides() {
     assert_eq!(usage.lines().count(), 2 + 32);
 }
 
+/// One layer more, which drafts; tokens are those without it.
+#[test]
+fn the_layer_that_drafts_may_be_there() {
+    let dir = tempfile::tempdir().unwrap();
+    let model = dir.path().join("model");
+    tiny(&model, &["--mtp"]).success();
+    let run = |more: &[&str]| -> Value {
+        let mut command = host(&[&"generate", &"-m", &model, &"-p", &"Hello"]);
+        command.args(["-n", "24", "--temp", "0", "--ignore-eos", "--device", "cpu"]);
+        let done = command.arg("--json").args(more).assert().success();
+        serde_json::from_slice(&done.get_output().stdout).unwrap()
+    };
+    let (alone, drafted) = (run(&[]), run(&["--speculate", "2"]));
+    assert_eq!(alone["tokens"], drafted["tokens"]);
+    assert!(drafted["speculation"]["drafted"].as_u64().unwrap() > 20);
+    host(&[&"doctor", &"-m", &model, &"--deep"])
+        .assert()
+        .success();
+}
+
+/// Symbols and blocks as `host pack` takes them.
+#[test]
+fn the_coding_may_be_chosen() {
+    let dir = tempfile::tempdir().unwrap();
+    let inspect = |name: &str, more: &[&str]| -> String {
+        let model = dir.path().join(name);
+        tiny(&model, more).success();
+        let archive = model.join("experts.ansx");
+        let done = host(&[&"inspect", &archive]).assert().success();
+        String::from_utf8(done.get_output().stdout.clone()).unwrap()
+    };
+    let coding = |name: &str, symbols: &str| inspect(name, &["--symbols", symbols]);
+    let (pairs, triples) = (coding("pairs", "pair"), coding("triples", "triple"));
+    assert!(
+        pairs.contains("pair") && !pairs.contains("triple"),
+        "{pairs}"
+    );
+    assert!(
+        triples.contains("triple") && !triples.contains("pair"),
+        "{triples}"
+    );
+    // A matrix of 8,192 nibbles is one block, then two with states of their own.
+    let blocks = inspect(
+        "blocks",
+        &["--symbols", "triple", "--block-nibbles", "4096"],
+    );
+    let bytes = |text: &str| -> u64 {
+        let line = text.lines().find_map(|l| l.strip_prefix("bytes")).unwrap();
+        line.split_whitespace().next().unwrap().parse().unwrap()
+    };
+    assert!(bytes(&blocks) > bytes(&triples), "{blocks}\n{triples}");
+}
+
 #[test]
 fn what_cannot_be_is_refused() {
     let dir = tempfile::tempdir().unwrap();

@@ -44,12 +44,15 @@ fn make(scales: ScaleKind, dense: DenseFormat) -> tempfile::TempDir {
     let options = synth::Options {
         shape: Shape::Tiny,
         layers: None,
+        mtp: false,
         distinct: 96,
         scales,
         seed: 3,
         skew: Some(Skew::PUBLISHED),
         hot: 0.0,
         target: None,
+        symbols: None,
+        block_nibbles: None,
         dense,
         tokenizer: None,
     };

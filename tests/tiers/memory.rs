@@ -162,6 +162,26 @@ fn only_the_device_that_is_short_gets_less() {
     assert_ne!(before, after);
 }
 
+/// A model for GPUs: dense part 0.8 GB, experts 1.8 GB, of which the file has 4 of a layer.
+fn for_cuda(model: &Path) {
+    let synthetic = synth::Options {
+        shape: Shape::Glm47Flash,
+        layers: Some(9),
+        mtp: false,
+        distinct: 4,
+        scales: ScaleKind::Row,
+        seed: 5,
+        skew: None,
+        hot: 0.0,
+        target: None,
+        symbols: None,
+        block_nibbles: None,
+        dense: DenseFormat::Int8Row,
+        tokenizer: None,
+    };
+    synthesise(&synthetic, model, |_, _, _| ()).unwrap();
+}
+
 /// The same on a GPU, most of whose memory is taken: first while the model is loaded, then by a prompt.
 #[test]
 fn refused_allocations_on_cuda() {
@@ -169,20 +189,7 @@ fn refused_allocations_on_cuda() {
     let device = CudaDevice::new(0).unwrap();
     let dir = tempfile::tempdir().unwrap();
     let model = dir.path().join("model");
-    // Dense part 0.8 GB, experts 1.8 GB, of which the file has 4 of a layer.
-    let synthetic = synth::Options {
-        shape: Shape::Glm47Flash,
-        layers: Some(9),
-        distinct: 4,
-        scales: ScaleKind::Row,
-        seed: 5,
-        skew: None,
-        hot: 0.0,
-        target: None,
-        dense: DenseFormat::Int8Row,
-        tokenizer: None,
-    };
-    synthesise(&synthetic, &model, |_, _, _| ()).unwrap();
+    for_cuda(&model);
     let options = Options {
         device: engine::Device::Cuda,
         positions: 320,
@@ -231,4 +238,52 @@ fn refused_allocations_on_cuda() {
     println!("{all} experts in device memory, {loaded} loaded, {running} left by the prompt");
     assert!(running < loaded, "{}", engine.placement());
     drop((taken, rest));
+}
+
+/// On two GPUs, of which the second has less memory than the plan believes.
+#[test]
+fn one_of_two_devices_is_refused_on_cuda() {
+    let Some(_gpu) = gpu() else { return };
+    let devices = [0, 1].map(CudaDevice::new);
+    let [Ok(first), Ok(second)] = devices else {
+        eprintln!("SKIPPED: there are no two GPUs here");
+        return;
+    };
+    let dir = tempfile::tempdir().unwrap();
+    let model = dir.path().join("model");
+    for_cuda(&model);
+    let options = Options {
+        device: engine::Device::Cuda,
+        positions: 320,
+        ..options()
+    };
+    let request = Request {
+        positions: 320,
+        tiers: Some(vec![Tier::VramAns, Tier::RamAns]),
+        ..request(dir.path(), 16 << 30, 8 << 30)
+    };
+    let open = || {
+        let devices = [0, 1].map(|n| (CudaDevice::new(n).unwrap(), 32 << 30));
+        engine::open_placed(devices.into(), &model, &options, &request, &mut |_, _| ()).unwrap()
+    };
+    let ids: Vec<u32> = (0..300).map(|i| i * 97 + 11).collect();
+    let free = || [&first, &second].map(|d| d.free_bytes().unwrap());
+    let before = free();
+    let mut engine = open();
+    let used: Vec<u64> = (before.iter().zip(free())).map(|(b, f)| b - f).collect();
+    let all = inside(engine.as_ref());
+    assert_eq!(all, 8 * 64);
+    let whole = engine.placement().to_string();
+    let expected = logits(engine.as_mut(), &ids).unwrap();
+    drop(engine);
+    println!("{used:?} bytes used; {whole}");
+    assert!(used[1] > 512 << 20, "{used:?}");
+    let most = free()[1] - (used[1] - (64 << 20));
+    let taken = second.allocate(most as usize).unwrap();
+    let mut engine = open();
+    let smaller = engine.placement().to_string();
+    println!("{most} bytes of the second taken; {smaller}");
+    assert_ne!(whole, smaller);
+    assert!(logits(engine.as_mut(), &ids).unwrap() == expected);
+    drop(taken);
 }

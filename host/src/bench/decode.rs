@@ -102,6 +102,8 @@ pub struct Summary {
     pub median_us: f64,
     /// Its inverse.
     pub tokens_per_s: f64,
+    /// Mean microseconds, which is what a plan predicts.
+    pub mean_us: f64,
     /// Microseconds that the plan predicted.
     pub predicted_us: Option<u64>,
     /// Seconds of each load.
@@ -250,6 +252,7 @@ impl<'a> State<'a> {
             .flat_map(|r| r.token_us.iter().copied())
             .collect();
         let median_us = median(&mut all);
+        let mean_us = all.iter().sum::<f64>() / all.len() as f64;
         let (tiers, predicted_us, moved) = match self.placement {
             Some(p) => (p.tiers, p.predicted_us, p.moved),
             None => (Vec::new(), None, None),
@@ -260,6 +263,7 @@ impl<'a> State<'a> {
             name: self.side.name.clone(),
             median_us,
             tokens_per_s: 1e6 / median_us,
+            mean_us,
             predicted_us,
             moved,
             split: self.split,
@@ -331,7 +335,7 @@ impl std::fmt::Display for Summary {
             self.median_us, self.tokens_per_s
         )?;
         if let Some(us) = self.predicted_us {
-            write!(f, ", predicted {us} us")?;
+            write!(f, "; mean {:.1} us, predicted {us}", self.mean_us)?;
         }
         let loads: Vec<String> = self.load_s.iter().map(|s| format!("{s:.1}")).collect();
         write!(f, "; loaded in {} s", loads.join(", "))?;

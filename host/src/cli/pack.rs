@@ -71,10 +71,21 @@ enum CodecArg {
 }
 
 #[derive(Clone, Copy, ValueEnum)]
-enum SymbolsArg {
+pub(super) enum SymbolsArg {
     Auto,
     Pair,
     Triple,
+}
+
+impl SymbolsArg {
+    /// `None`: what suits the target.
+    pub(super) fn chosen(self) -> Option<Symbol> {
+        match self {
+            Self::Auto => None,
+            Self::Pair => Some(Symbol::Pair),
+            Self::Triple => Some(Symbol::Triple),
+        }
+    }
 }
 
 /// Progress of work that several threads do.
@@ -235,10 +246,9 @@ fn run_from(args: PackArgs, source: &impl ExpertSource) -> anyhow::Result<()> {
         args.codec != CodecArg::Plane3 || args.hot.is_none(),
         "--codec plane3 codes all experts so; drop --hot, or choose another codec for the rest"
     );
-    let symbol = match args.symbols {
-        SymbolsArg::Pair => Symbol::Pair,
-        SymbolsArg::Triple => Symbol::Triple,
-        SymbolsArg::Auto => {
+    let symbol = match args.symbols.chosen() {
+        Some(symbol) => symbol,
+        None => {
             let (symbol, why) = choose_symbols(args.target.as_ref(), source.shape());
             if matches!(args.codec, CodecArg::Auto | CodecArg::Rans) {
                 ui::note!("{why}");

@@ -1,12 +1,13 @@
 //! `host synth`.
 
+use std::num::NonZeroUsize;
 use std::path::PathBuf;
 use std::sync::Mutex;
 
 use clap::{Args, ValueEnum};
 
 use super::convert::DenseArg;
-use super::pack::here;
+use super::pack::{SymbolsArg, here};
 use super::ui::{self, Progress};
 use crate::archive::target::Target;
 use crate::expert::ScaleKind;
@@ -21,6 +22,10 @@ pub struct SynthArgs {
     /// Layers [default: what the real model has]
     #[arg(long, value_name = "N")]
     layers: Option<usize>,
+    /// Make the layer that drafts, one more than --layers, for --speculate. Its weights are as random as all
+    /// others: hardly any draft is accepted
+    #[arg(long)]
+    mtp: bool,
     /// Distinct experts, which stand for all in the archive
     #[arg(long, value_name = "M", default_value_t = 32)]
     distinct_experts: usize,
@@ -38,6 +43,12 @@ pub struct SynthArgs {
     /// machine, else pairs, which fit all]
     #[arg(long, value_name = "ARCH", value_parser = Target::named)]
     target: Option<Target>,
+    /// Nibbles that a table lookup of rans yields; auto is what suits the target
+    #[arg(long, value_enum, default_value = "auto")]
+    symbols: SymbolsArg,
+    /// Nibbles of a block of rans, as `host pack` takes them
+    #[arg(long, value_name = "N")]
+    block_nibbles: Option<NonZeroUsize>,
     /// Number format of the routed experts
     #[arg(long, value_enum, default_value = "int4-row")]
     experts: Format,
@@ -87,6 +98,7 @@ pub fn run(args: SynthArgs) -> anyhow::Result<()> {
     let options = Options {
         shape: args.shape,
         layers: args.layers,
+        mtp: args.mtp,
         distinct: args.distinct_experts,
         scales: match args.experts {
             Format::Int4Row => ScaleKind::Row,
@@ -96,6 +108,8 @@ pub fn run(args: SynthArgs) -> anyhow::Result<()> {
         skew: args.skew.0,
         hot: args.hot,
         target: args.target.or_else(|| here().map(|(target, _)| target)),
+        symbols: args.symbols.chosen(),
+        block_nibbles: args.block_nibbles.map(NonZeroUsize::get),
         dense: args.dense.into(),
         tokenizer: args.tokenizer,
     };

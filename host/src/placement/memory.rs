@@ -150,7 +150,7 @@ mod tests {
     #[test]
     fn glm_is_as_large_as_it_is() {
         let dir = tempfile::tempdir().unwrap();
-        let text = crate::synth::Shape::Glm52.config(None).unwrap();
+        let text = crate::synth::Shape::Glm52.config(None, false).unwrap();
         std::fs::write(dir.path().join("config.json"), text).unwrap();
         let config = Config::read(dir.path()).unwrap();
         let gb = |bytes: u64| bytes as f64 / 1e9;

@@ -15,6 +15,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use gpu::layout::Symbol;
 use rayon::prelude::*;
 use safetensors::tensor::Dtype;
 
@@ -43,6 +44,8 @@ pub struct Options {
     pub shape: Shape,
     /// Layers; by default as many as the real model has.
     pub layers: Option<usize>,
+    /// Whether it has the layer that drafts besides.
+    pub mtp: bool,
     /// Distinct experts, which stand for all.
     pub distinct: usize,
     /// Scales of the experts.
@@ -55,6 +58,10 @@ pub struct Options {
     pub hot: f64,
     /// GPU architecture that the archive is for; without one pairs, which fit all.
     pub target: Option<Target>,
+    /// Symbols of rans in place of what suits the target.
+    pub symbols: Option<Symbol>,
+    /// As [`PackOptions::block_nibbles`].
+    pub block_nibbles: Option<usize>,
     /// Format of the dense matrices that a conversion would quantise.
     pub dense: DenseFormat,
     /// A `tokenizer.json` to copy; by default one of single bytes.
@@ -184,7 +191,10 @@ pub fn synthesise(
     let dir = staged.path();
     write(
         &dir.join("config.json"),
-        options.shape.config(options.layers)?.as_bytes(),
+        options
+            .shape
+            .config(options.layers, options.mtp)?
+            .as_bytes(),
     )?;
     let tokenizer = match &options.tokenizer {
         Some(file) => fs::read(file)
@@ -192,7 +202,9 @@ pub fn synthesise(
         None => shapes::byte_tokenizer().into_bytes(),
     };
     write(&dir.join("tokenizer.json"), &tokenizer)?;
-    let config = Config::read(dir)?;
+    let mut config = Config::read(dir)?;
+    config.mtp = options.mtp;
+    let config = config;
     // Refused here rather than after all is written.
     crate::tokenizer::Tokenizer::read(dir, &config)?;
 
@@ -221,10 +233,12 @@ pub fn synthesise(
             .filter(|(_, h)| **h)
             .map(place)
             .collect(),
-        symbols: match &options.target {
-            None => SymbolChoice::Auto,
-            Some(target) => SymbolChoice::Always(target.symbol(&shape)),
+        symbols: match (options.symbols, &options.target) {
+            (Some(symbol), _) => SymbolChoice::Always(symbol),
+            (None, Some(target)) => SymbolChoice::Always(target.symbol(&shape)),
+            (None, None) => SymbolChoice::Auto,
         },
+        block_nibbles: options.block_nibbles,
         ..PackOptions::default()
     };
     let experts = Experts {

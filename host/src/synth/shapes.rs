@@ -36,8 +36,8 @@ impl Shape {
         }
     }
 
-    /// The text of `config.json`, with `layers` layers.
-    pub fn config(self, layers: Option<usize>) -> Result<String, SynthError> {
+    /// The text of `config.json`, with `layers` layers and, by `mtp`, one more that drafts.
+    pub fn config(self, layers: Option<usize>, mtp: bool) -> Result<String, SynthError> {
         let (real, dense) = self.layers();
         let layers = layers.unwrap_or(real);
         if layers <= dense {
@@ -96,6 +96,9 @@ impl Shape {
                 unreachable!("both are objects")
             };
             all.extend(part);
+        }
+        if mtp {
+            all.insert("num_nextn_predict_layers".into(), 1.into());
         }
         Ok(format!("{:#}\n", Value::Object(all)))
     }
@@ -157,7 +160,11 @@ mod tests {
     /// Weights of a model, in billions: what is published of the real ones.
     fn billions(shape: Shape) -> f64 {
         let dir = tempfile::tempdir().unwrap();
-        std::fs::write(dir.path().join("config.json"), shape.config(None).unwrap()).unwrap();
+        std::fs::write(
+            dir.path().join("config.json"),
+            shape.config(None, false).unwrap(),
+        )
+        .unwrap();
         let c = Config::read(dir.path()).unwrap();
         assert_eq!(c.layers.len(), shape.layers().0);
         assert_eq!(c.router.experts, shape.experts());

@@ -225,3 +225,100 @@ impl<D: Device> KernelBackend<D> {
         self.multiply(from, part, shape, tokens, false, to, batch)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::backend::kernels::CudaDevice;
+    use crate::backend::{Backend, rows, rows_mut};
+    use crate::bench::synth::Rng;
+
+    const LAYERS: usize = 40;
+
+    /// Median us of one of [`LAYERS`] passes that are recorded and done again.
+    fn median(devices: [&CudaDevice; 2], mut pass: impl FnMut(usize)) -> f64 {
+        assert!(CudaDevice::begin_recording(&devices).unwrap());
+        (0..LAYERS).for_each(&mut pass);
+        let recording = CudaDevice::end_recording(&devices).unwrap();
+        let mut times: Vec<f64> = (0..25)
+            .map(|_| {
+                let from = devices[0].event().unwrap();
+                // SAFETY: what was recorded uses buffers of the caller alone.
+                unsafe { devices[0].replay(&recording).unwrap() };
+                let to = devices[0].event().unwrap();
+                devices[0].elapsed(&from, &to).unwrap()
+            })
+            .collect();
+        times.sort_by(f64::total_cmp);
+        1e6 * times[times.len() / 2] / LAYERS as f64
+    }
+
+    /// What a matrix takes on one device, and what it takes if another has half of its rows, reads `x` where
+    /// it is and writes its part of the product where it belongs.
+    #[test]
+    #[ignore = "a measurement on two GPUs"]
+    fn rows_over_two_devices() {
+        let devices = [0, 1].map(|n| CudaDevice::new(n).unwrap());
+        let on = [0, 1].map(|i| KernelBackend::new(devices[i].clone()).unwrap());
+        assert!(devices[1].reaches(&devices[0]));
+        for (name, n, cols) in [
+            ("o_proj", 6144, 16384),
+            ("q_b", 16384, 2048),
+            ("q_a and kv_a", 2624, 6144),
+            ("head", 154_880, 6144),
+        ] {
+            let bytes: Vec<i8> = (0..n * cols).map(|i| (i * 31 % 251) as u8 as i8).collect();
+            let (half, len) = (n / 2, n * cols);
+            let scales = vec![1e-3f32; n];
+            let x = on[0].upload(&Rng::new(3).normals(cols)).unwrap();
+            let mut out = on[0].alloc::<f32>(n).unwrap();
+            // Together more than an L2 holds.
+            let copies = (256 << 20) / len + 1;
+            let whole = [0, 1].map(|d| -> Vec<_> {
+                (0..copies).map(|_| on[d].upload(&bytes).unwrap()).collect()
+            });
+            let of_scales = [0, 1].map(|d| on[d].upload(&scales).unwrap());
+            let weight = |bytes, scales| Weight::Int8 { bytes, scales };
+            let one = median([&devices[0], &devices[1]], |i| {
+                let (x, out) = (rows(&x, cols), rows_mut(&mut out, n));
+                let weight = weight(&whole[0][i % copies], &of_scales[0]);
+                on[0].linear(x, weight, n, cols, 1, false, out).unwrap();
+            });
+            let mut expected = vec![0.0; n];
+            on[0].read(&out, 0, &mut expected).unwrap();
+            on[0].write(&mut out, 0, &vec![0.0; n]).unwrap();
+            let from = input("x", rows(&x, cols), 1, cols).unwrap();
+            let to = output("out", &rows_mut(&mut out, n), 1, n).unwrap();
+            let batch = || Batch {
+                n: 1,
+                x: 0,
+                weight: 0,
+                out: 0,
+            };
+            let part = |d: usize, i: usize, skip: usize, rows: usize| {
+                let weight = weight(&whole[d][i % copies], &of_scales[d]);
+                part("weight", weight, (skip, rows, cols)).unwrap()
+            };
+            let two = median([&devices[0], &devices[1]], |i| {
+                devices[1].wait_for(&devices[0]).unwrap();
+                let rest = View {
+                    slice: out.from("out", half, n - half).unwrap(),
+                    ..to
+                };
+                let shape = (n - half, cols);
+                let of = part(1, i, half, n - half);
+                (on[1].multiply(from, of, shape, 1, false, rest, batch())).unwrap();
+                let of = part(0, i, 0, half);
+                (on[0].multiply(from, of, (half, cols), 1, false, to, batch())).unwrap();
+                devices[0].wait_for(&devices[1]).unwrap();
+            });
+            let mut found = vec![0.0; n];
+            on[0].read(&out, 0, &mut found).unwrap();
+            assert!(found == expected, "{name}");
+            println!(
+                "{name}: {n} x {cols}, {} MB: {one:.1} us on one device, {two:.1} on two",
+                len / 1_000_000
+            );
+        }
+    }
+}
