@@ -7,14 +7,16 @@
 //!
 //! [`index_scores()`]:
 //! 1. A warp takes four neighbouring positions and keeps the first 256 columns of their keys in
-//!    registers over all heads; queries come through L1.
+//!    registers over all heads; queries come through L1. For heads of 128 columns see
+//!    [`mod@crate::index_128`].
 //!
 //! [`index_select()`], one block of 1,024 threads a token:
 //! 1. Radix select over `arith::order_key`, 8 bits at a time from the top: a histogram in shared
-//!    memory finds the digit that the `k`-th largest key has; four passes give the key.
-//! 2. Ordered compaction: positions in tiles of 1,024; each takes its place from the number of
-//!    larger keys and of equal keys before it (ballots within warps, then the warps' totals). Of the
-//!    equal keys the first `k - larger` are taken.
+//!    memory finds the digit that the `k`-th largest key has; four passes give the key. A thread has
+//!    the loads of eight scores under way together.
+//! 2. Ordered compaction: positions in tiles of 4,096, four neighbouring ones a thread; each takes its place
+//!    from the number of larger keys and of equal keys before it (scans within warps, then over the warps'
+//!    totals, both numbers in one word). Of the equal keys the first `k - larger` are taken.
 //! 3. A token that sees no more than `top_k` positions lists them all; its scores are not read.
 
 use bytemuck::{Pod, Zeroable};
@@ -78,6 +80,10 @@ pub struct IndexArgs {
     pub dot_factor: f32,
     /// Whether rows of `q` and `keys` start at multiples of 16 bytes and `dim` is a multiple of 8.
     pub vector: u32,
+    /// Tokens.
+    pub tokens: u32,
+    /// Zero.
+    pub reserved: u32,
 }
 
 #[inline(always)]
@@ -169,7 +175,7 @@ pub unsafe fn index_scores(args: IndexArgs) {
 pub unsafe fn index_select(args: IndexArgs) {
     let histogram = shared_array![u32; 256];
     let found = shared_array![u32; 2]; // digit, keys with a larger one
-    let totals = shared_array![u32; 64]; // per warp: larger, equal
+    let totals = shared_array![u32; 32]; // per warp: larger << 16 | equal
     let token = thread::block_idx_x();
     let t = thread::thread_idx_x();
     let lane = warp::lane_id();
@@ -204,11 +210,17 @@ pub unsafe fn index_select(args: IndexArgs) {
         thread::sync_threads();
         let mut p = t;
         while p < seen {
-            let key = order_key(scores.load(p));
-            if key & mask == prefix {
-                histogram.atomic_add_u32(key >> shift & 255, 1);
-            }
-            p += SELECT_THREADS;
+            let mut keys = [0u32; 8];
+            unroll!(i < 8, {
+                let at = (p + i as u32 * SELECT_THREADS).min(seen - 1);
+                keys[i] = order_key(scores.load(at));
+            });
+            unroll!(i < 8, {
+                if p + (i as u32) * SELECT_THREADS < seen && keys[i] & mask == prefix {
+                    histogram.atomic_add_u32(keys[i] >> shift & 255, 1);
+                }
+            });
+            p += 8 * SELECT_THREADS;
         }
         thread::sync_threads();
         // Lane l takes digits 8l..8l+8, from the top: lane 31 has the largest.
@@ -249,54 +261,62 @@ pub unsafe fn index_select(args: IndexArgs) {
     }
 
     // Keys above `prefix` are all taken, of those equal to it the first `rank`.
-    let (mut larger_before, mut equal_before) = (0u32, 0u32);
+    let (mut larger_before, mut equal_before) = (0u32, 0u32); // in the tiles before
     let mut tile = 0;
     while tile < seen {
-        let p = tile + t;
-        let key = if p < seen {
-            order_key(scores.load(p))
-        } else {
-            0
-        };
-        let is_larger = p < seen && key > prefix;
-        let is_equal = p < seen && key == prefix;
-        let larger_votes = warp::ballot(is_larger);
-        let equal_votes = warp::ballot(is_equal);
-        if lane == 0 {
-            totals.store(2 * warp, larger_votes.count_ones());
-            totals.store(2 * warp + 1, equal_votes.count_ones());
+        let first = tile + 4 * t;
+        let (mut kind, mut earlier) = ([0u32; 4], [0u32; 4]);
+        let mut own = 0;
+        unroll!(i < 4, {
+            let p = first + i as u32;
+            let key = order_key(scores.load(p.min(seen - 1)));
+            let counts = if key > prefix {
+                LARGER
+            } else {
+                (key == prefix) as u32
+            };
+            kind[i] = if p < seen { counts } else { 0 };
+            earlier[i] = own;
+            own += kind[i];
+        });
+        let through = scan(own);
+        if lane == 31 {
+            totals.store(warp, through);
         }
         thread::sync_threads();
-        // Lane l sums up warps 0..=l.
-        let (mut larger, mut equal) = (totals.load(2 * lane), totals.load(2 * lane + 1));
-        let mut distance = 1;
-        while distance < 32 {
-            let (a, b) = (
-                warp::shuffle_up_u32(larger, distance),
-                warp::shuffle_up_u32(equal, distance),
-            );
-            if lane >= distance {
-                larger += a;
-                equal += b;
+        // Lane l: warps 0..=l.
+        let of_warps = scan(totals.load(lane));
+        let ahead = warp::shuffle_idx_u32(of_warps, warp.max(1) - 1);
+        let ahead = if warp == 0 { 0 } else { ahead } + through - own;
+        unroll!(i < 4, {
+            let ahead = ahead + earlier[i];
+            let larger = larger_before + ahead / LARGER;
+            let equal = equal_before + ahead % LARGER;
+            if kind[i] == LARGER || kind[i] != 0 && equal < rank {
+                lists.store(larger + equal.min(rank), first + i as u32);
             }
-            distance *= 2;
-        }
-        let below = (1u32 << lane) - 1;
-        let before = warp.max(1) - 1;
-        let first = warp == 0;
-        let warp_larger = warp::shuffle_idx_u32(larger, before);
-        let warp_equal = warp::shuffle_idx_u32(equal, before);
-        let place_larger = larger_before
-            + if first { 0 } else { warp_larger }
-            + (larger_votes & below).count_ones();
-        let place_equal =
-            equal_before + if first { 0 } else { warp_equal } + (equal_votes & below).count_ones();
-        if is_larger || is_equal && place_equal < rank {
-            lists.store(place_larger + place_equal.min(rank), p);
-        }
-        larger_before += warp::shuffle_idx_u32(larger, WARPS - 1);
-        equal_before += warp::shuffle_idx_u32(equal, WARPS - 1);
+        });
+        let all = warp::shuffle_idx_u32(of_warps, WARPS - 1);
+        larger_before += all / LARGER;
+        equal_before += all % LARGER;
         thread::sync_threads();
-        tile += SELECT_THREADS;
+        tile += 4 * SELECT_THREADS;
     }
+}
+
+/// One larger key in a word that counts equal ones too, of which a tile has fewer.
+const LARGER: u32 = 1 << 16;
+
+/// The sum over lanes up to this one.
+#[inline(always)]
+fn scan(mut count: u32) -> u32 {
+    let mut distance = 1;
+    while distance < 32 {
+        let other = warp::shuffle_up_u32(count, distance);
+        if warp::lane_id() >= distance {
+            count += other;
+        }
+        distance *= 2;
+    }
+    count
 }

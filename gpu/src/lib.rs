@@ -34,6 +34,7 @@ pub mod dot;
 pub mod embed;
 pub mod group;
 pub mod index;
+pub mod index_128;
 pub mod launch;
 pub mod layout;
 pub mod linear;

@@ -390,7 +390,7 @@ fn put<B: Backend>(
 pub fn index<B: LoadExperts>(b: &B) {
     let mut rng = Rng::fresh();
     let mut cases = vec![];
-    for shape in [(1, 2), (4, 32), (3, 24), (8, 128), (2, 264)] {
+    for shape in [(1, 2), (4, 32), (3, 24), (8, 128), (2, 264), (37, 128)] {
         for top_k in [1, 16, 64] {
             for range in [
                 (0, 0),
@@ -412,7 +412,12 @@ pub fn index<B: LoadExperts>(b: &B) {
     cases.push(((2, 8), 2048, (2046, 4)));
     // More tokens than a CPU holds scores of at once.
     cases.push(((4, 32), 16, (130, 70)));
+    // Several tiles of positions and of tokens.
+    cases.push(((32, 128), 256, (4090, 9)));
+    cases.push(((32, 128), 256, (8300, 1)));
     for ((heads, dim), top_k, (first, tokens)) in cases {
+        // Keys that differ in their last bits: every rounding of a score decides on its place.
+        let close = rng.below(2) == 0;
         // Few distinct values make equal scores.
         let coarse = rng.below(2) == 0;
         let mut draw = |n: usize| -> Vec<f32> {
@@ -426,11 +431,20 @@ pub fn index<B: LoadExperts>(b: &B) {
         let (from, weights) = (At::new(heads * dim, !coarse), At::new(heads, false));
         let q = draw(from.len(tokens));
         let w = draw(weights.len(tokens));
-        let keys = draw((first + tokens) * dim);
+        let mut keys = draw((first + tokens) * dim);
+        if close {
+            let mut rng = Rng::fresh();
+            for p in 1..first + tokens {
+                for c in 0..dim {
+                    let bits = keys[c].to_bits();
+                    keys[p * dim + c] = f32::from_bits(bits ^ rng.below(4) as u32);
+                }
+            }
+        }
         let ix = Index { heads, dim, top_k };
         let n = tokens * top_k;
         let dims = [first, tokens, n];
-        case!(b, format!("index {ix:?} {dims:?} coarse {coarse}"), n,
+        case!(b, format!("index {ix:?} {dims:?} coarse {coarse} close {close}"), n,
             [q: Vec<f32>, w: Vec<f32>, keys: Vec<f32>, ix: Index, dims: [usize; 3], from: At,
              weights: At], |be, out| {
             let [first, tokens, n] = *dims;

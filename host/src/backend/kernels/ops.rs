@@ -724,10 +724,16 @@ impl<D: Device> Backend for KernelBackend<D> {
                 weight_factor: index.weight_factor(),
                 dot_factor: index.dot_factor(),
                 vector: vector as u32,
+                tokens: n as u32,
+                reserved: 0,
             };
             // Of a recorded pass the last position that it will run at.
             let last = seen - tokens + start + n;
-            if last > index.top_k {
+            if last > index.top_k && vector && args.dim == gpu::index_128::DIM {
+                use gpu::index_128::{POSITIONS, THREADS, TOKENS};
+                let grid = [blocks(last, POSITIONS), blocks(n, TOKENS), 1];
+                self.launch::<IndexScores128>(Launch::new(grid, THREADS), args)?;
+            } else if last > index.top_k {
                 let grid = [blocks(last, gpu::index::BLOCK_POSITIONS), n as u32, 1];
                 let launch = Launch::new(grid, gpu::index::SCORE_THREADS);
                 self.launch::<IndexScores>(launch, args)?;

@@ -129,6 +129,8 @@ kernels! {
     AttentionMerge = attention::attention_merge(AttentionArgs);
     /// The indexer's scores.
     IndexScores = index::index_scores(IndexArgs);
+    /// The same for heads of 128 columns.
+    IndexScores128 = index_128::index_scores_128(IndexArgs);
     /// The indexer's choice.
     IndexSelect = index::index_select(IndexArgs);
     /// The router.
