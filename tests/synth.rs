@@ -319,6 +319,20 @@ fn the_coding_may_be_chosen() {
         line.split_whitespace().next().unwrap().parse().unwrap()
     };
     assert!(bytes(&blocks) > bytes(&triples), "{blocks}\n{triples}");
+    // Rates are of experts that are coded so.
+    let cache = dir.path().join("cache");
+    let machine = |name: &str| -> String {
+        let mut plan = host(&[&"plan", &"-m", &dir.path().join(name), &"--json"]);
+        plan.args(["--device", "emulator"])
+            .env("XDG_CACHE_HOME", &cache);
+        let out = plan.assert().success().get_output().stdout.clone();
+        let found: Value = serde_json::from_slice(&out).unwrap();
+        found["machine"].as_str().unwrap().to_owned()
+    };
+    let (one, two) = (machine("triples"), machine("blocks"));
+    assert!(one.contains("rans-triple in 1 "), "{one}");
+    assert!(two.contains("rans-triple in 2 "), "{two}");
+    assert_eq!(fs::read_dir(cache.join("ansatz")).unwrap().count(), 2);
 }
 
 #[test]

@@ -16,7 +16,7 @@ use crate::backend::cpu::{Cpu, CpuError};
 use crate::backend::kernels::{Device, DeviceError, KernelBackend, KernelError};
 use crate::backend::{Backend, LayerExperts, LoadExperts, Weight, rows, rows_mut};
 use crate::bench::synth::Rng;
-use crate::expert::Form;
+use crate::expert::{Form, MatrixKind};
 use crate::files;
 use crate::interrupt;
 use crate::model::{Config, Model, ModelError, Source, Wanted};
@@ -149,7 +149,7 @@ pub fn rates<D: Device + Clone + 'static>(
     again: bool,
 ) -> Result<(Calibration, bool), CalibrateError> {
     let dense = &DensePart::open(dir, config)?;
-    let machine = machine(backend, archive, config, dense);
+    let machine = machine(backend, archive, config, dense)?;
     let name = &blake3::hash(machine.as_bytes()).to_hex()[..16];
     let file = directory().map(|d| d.join(format!("rates-{name}.json")));
     if !again
@@ -185,7 +185,7 @@ fn machine<D: Device>(
     archive: &Archive,
     config: &Config,
     dense: &DensePart,
-) -> String {
+) -> Result<String, ArchiveError> {
     let cpuinfo = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
     let cpu = cpuinfo.lines().find_map(|l| l.strip_prefix("model name"));
     let cpu = cpu.map_or("unknown", |l| l.trim_start_matches([' ', '\t', ':']));
@@ -196,19 +196,41 @@ fn machine<D: Device>(
     };
     #[cfg(not(unix))]
     let disk = 0;
-    format!(
-        "ansatz {}; {cpu}, {} threads; {}; experts {}, top {}; hidden {}, {} layers, {:.1} + {:.1} MB; \
+    Ok(format!(
+        "ansatz {}; {cpu}, {} threads; {}; experts {}, {}, top {}; hidden {}, {} layers, {:.1} + {:.1} MB; \
          disk {disk}",
         env!("CARGO_PKG_VERSION"),
         rayon::current_num_threads(),
         backend.describe(),
         archive.shape(),
+        coding(archive)?,
         config.router.top_k,
         config.hidden,
         config.layers.len(),
         dense.bf16 as f64 / 1e6,
         dense.int8 as f64 / 1e6,
-    )
+    ))
+}
+
+/// How experts are coded: the codecs and blocks of the first of each kind, which those that are measured
+/// share.
+fn coding(archive: &Archive) -> Result<String, ArchiveError> {
+    let layer = archive.layer(archive.layers()[0])?;
+    let mut parts = Vec::new();
+    for plane3 in [false, true] {
+        for e in 0..archive.experts() {
+            if archive.is_plane3(layer.number(), e)? != plane3 {
+                continue;
+            }
+            let record = layer.record(e)?;
+            parts.extend(MatrixKind::ALL.map(|kind| {
+                let matrix = record.matrix(kind);
+                format!("{} in {}", matrix.codec.name(), matrix.n_blocks())
+            }));
+            break;
+        }
+    }
+    Ok(parts.join(" "))
 }
 
 /// Runs of which the median counts.

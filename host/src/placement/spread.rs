@@ -11,6 +11,9 @@
 //! round trip + mean of max(T_0(n_0), x(n_1) + T_1(n_1), ...)
 //! ```
 //!
+//! A layer whose choices the host must know is told by it to each device with a share of it, one after
+//! the other: a round trip for each.
+//!
 //! What it leaves out: that a device's time varies for the same `n`, and that two devices may share a
 //! link.
 
@@ -139,7 +142,8 @@ impl Spread {
         }
         let outside = split[0][Tier::RamRaw as usize..].iter();
         sum.round_trip = if outside.clone().any(|p| p.experts > 0) {
-            self.rates[0].round_trip
+            let told = shares.iter().filter(|s| **s > 0.0).count().max(1);
+            self.rates[0].round_trip * told as f64
         } else {
             0.0
         };
@@ -618,6 +622,24 @@ mod tests {
                 assert!(share(0) > 0.6, "{}", share(0));
             }
         }
+    }
+
+    /// Where the host must know what was chosen, it tells each device.
+    #[test]
+    fn each_device_is_told() {
+        let spread = |fractions| Spread::new(&rates(), &[peer(0, 1.0)], fractions);
+        let mut parts = [Part::default(); TIERS];
+        (
+            parts[Tier::VramAns as usize].experts,
+            parts[Tier::VramAns as usize].share,
+        ) = (20, 0.9);
+        (
+            parts[Tier::RamRaw as usize].experts,
+            parts[Tier::RamRaw as usize].share,
+        ) = (4, 0.1);
+        let trip = |fractions| spread(fractions).layer_time(8, 14e6, &parts).round_trip;
+        assert_eq!(trip(vec![1.0, 0.0]), rates().round_trip);
+        assert_eq!(trip(vec![0.5, 0.5]), 2.0 * rates().round_trip);
     }
 
     /// Devices as many as there are, whose exchange costs more than they bring, are left alone.
