@@ -331,7 +331,8 @@ fn the_coding_may_be_chosen() {
     };
     let (one, two) = (machine("triples"), machine("blocks"));
     assert!(one.contains("rans-triple in 1 "), "{one}");
-    assert!(two.contains("rans-triple in 2 "), "{two}");
+    // In two blocks the states leave nothing to save.
+    assert!(two.contains("raw in 0 "), "{two}");
     assert_eq!(fs::read_dir(cache.join("ansatz")).unwrap().count(), 2);
 }
 
