@@ -263,7 +263,9 @@ fn one_of_two_devices_is_refused_on_cuda() {
         ..request(dir.path(), 16 << 30, 8 << 30)
     };
     let open = || {
-        let devices = [0, 1].map(|n| (CudaDevice::new(n).unwrap(), 32 << 30));
+        // Room for some of the experts beside the dense part, and for all of them.
+        let free = [1_900 << 20, 32 << 30];
+        let devices = [0, 1].map(|n| (CudaDevice::new(n).unwrap(), free[n as usize]));
         engine::open_placed(devices.into(), &model, &options, &request, &mut |_, _| ()).unwrap()
     };
     let ids: Vec<u32> = (0..300).map(|i| i * 97 + 11).collect();
@@ -277,7 +279,7 @@ fn one_of_two_devices_is_refused_on_cuda() {
     let expected = logits(engine.as_mut(), &ids).unwrap();
     drop(engine);
     println!("{used:?} bytes used; {whole}");
-    assert!(used[1] > 512 << 20, "{used:?}");
+    assert!(used[1] > 256 << 20, "{used:?}");
     let most = free()[1] - (used[1] - (64 << 20));
     let taken = second.allocate(most as usize).unwrap();
     let mut engine = open();
