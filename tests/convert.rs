@@ -656,3 +656,26 @@ fn dense_matrices_may_be_int8() {
     assert_eq!((embedding.0, embedding.1.len()), (Dtype::U8, 1));
     assert_eq!(dense["model.norm.weight"].0, Dtype::BF16);
 }
+
+/// What cannot take its final name is refused before the work rather than behind it.
+#[cfg(unix)]
+#[test]
+fn a_target_has_a_name_of_its_own() {
+    let dir = tempfile::tempdir().unwrap();
+    std::os::unix::fs::symlink(".", dir.path().join("link")).unwrap();
+    let fails = |from: &std::path::Path, to: &str, what: &str| {
+        assert_cmd::Command::new(env!("CARGO_BIN_EXE_host"))
+            .current_dir(dir.path())
+            .args(["convert", "--to", to, "--from"])
+            .arg(from)
+            .assert()
+            .code(1)
+            .stderr(predicates::str::contains(what));
+    };
+    let checkpoint = support::data().join("tiny-lite-hf");
+    let checkpoint = checkpoint.canonicalize().unwrap();
+    fails(&checkpoint, ".", "expected one with a name");
+    fails(&checkpoint, "link", "found a link");
+    fails(dir.path(), "model", "give the checkpoint's directory");
+    assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 1);
+}

@@ -234,6 +234,7 @@ fn a_plan_is_made_and_rates_are_kept() {
     fs::write(&rates, "{}").unwrap();
     fails(&[], "give a file that `host plan --save-rates FILE` wrote");
     plan(&["--vram-budget", "lots"]).code(2);
+    plan(&["--rates", save, "--calibrate"]).code(2);
 }
 
 #[test]
@@ -421,6 +422,37 @@ fn a_place_is_taken_from_the_start() {
     assert!(begun.exists());
     tiny(&dir.path().join("other"), &[]).success();
     assert!(!begun.exists() && !to.exists());
+    let link = dir.path().join("link");
+    std::os::unix::fs::symlink("nowhere", &link).unwrap();
+    tiny(&link, &[])
+        .code(1)
+        .stderr(contains("found a link to nothing"));
+    // A pipe, which would be waited for; a device may have no end.
+    fs::remove_file(&link).unwrap();
+    for endless in ["/dev/zero", "/dev/null"] {
+        tiny(&link, &["--tokenizer", endless])
+            .code(1)
+            .stderr(contains(format!(
+                "{endless}: not a file; give a tokenizer.json"
+            )));
+        let model = dir.path().join("other");
+        host(&[
+            &"generate",
+            &"-m",
+            &model,
+            &"-p",
+            &"x",
+            &"--usage",
+            &endless,
+        ])
+        .assert()
+        .code(1)
+        .stderr(contains(format!("{endless}: not a file; give a profile")));
+        host(&[&"bench", &"decode", &"-m", &model, &"--replay", &endless])
+            .assert()
+            .code(1)
+            .stderr(contains(format!("{endless}: not a file; give a trace")));
+    }
     for nameless in ["/", ".", ".."] {
         tiny(Path::new(nameless), &[])
             .code(1)

@@ -22,3 +22,9 @@ pub fn read(path: &Path) -> io::Result<Vec<u8>> {
     check(path)?;
     fs::read(path)
 }
+
+/// Reads one of UTF-8.
+pub fn read_to_string(path: &Path) -> io::Result<String> {
+    check(path)?;
+    fs::read_to_string(path)
+}

@@ -117,7 +117,7 @@ impl Trace {
             source,
             remedy: "give a trace that `host generate --trace FILE` recorded",
         };
-        let file = BufReader::new(std::fs::File::open(path).map_err(io)?);
+        let file = BufReader::new(crate::files::open(path).map_err(io)?);
         let mut trace = Self::default();
         let mut versioned = false;
         // Token and, of a first token all of whose layers are known, index of the layer that is next.

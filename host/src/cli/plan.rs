@@ -16,6 +16,7 @@ use crate::model::{Config, check_archive};
 use crate::placement::Tier;
 use crate::placement::calibrate::{self, Calibration};
 use crate::placement::request::{Request, Size};
+use crate::whole;
 
 /// What experts may take, and what is known of their use.
 #[derive(Args, Clone, Debug)]
@@ -37,7 +38,7 @@ pub struct BudgetArgs {
     #[arg(long, value_name = "FILE")]
     rates: Option<PathBuf>,
     /// Measure this machine's rates again
-    #[arg(long)]
+    #[arg(long, conflicts_with = "rates")]
     calibrate: bool,
 }
 
@@ -177,7 +178,7 @@ pub fn run(args: PlanArgs) -> anyhow::Result<()> {
     let (found, free) = on.remove(0);
     if let Some(file) = &args.save_rates {
         let text = serde_json::to_string_pretty(&found)?;
-        std::fs::write(file, text)
+        whole::write(file, ".rates-", |out| out.write_all(text.as_bytes()))
             .with_context(|| format!("--save-rates {}: it cannot be written", file.display()))?;
     }
     let mut planned = request.plan_devices(dir, &config, &archive, found, free, &on)?;

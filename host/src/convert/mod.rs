@@ -338,6 +338,12 @@ pub fn convert(
             "give the checkpoint's directory (--from HF_DIR)",
         ));
     }
+    let file = from.join("config.json");
+    if !file.exists() {
+        let missing = std::io::Error::new(std::io::ErrorKind::NotFound, "no such file");
+        let remedy = "give the checkpoint's directory (--from HF_DIR)";
+        return Err(ModelError::io(&file, missing, remedy));
+    }
     let mut config = Config::read(from)?;
     let checkpoint = Shards::checkpoint(from)?;
     config.mtp = mtp::mark(&config).is_some_and(|name| checkpoint.get(&name).is_some());

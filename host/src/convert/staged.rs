@@ -200,6 +200,13 @@ fn check_target(from: &Path, to: &Path, force: bool) -> Result<(), ModelError> {
         Err(ModelError::field(to, "directory", expected, found, remedy))
     };
     let elsewhere = "choose another --to directory";
+    // What is renamed to that takes its place at the end.
+    if to.file_name().is_none() {
+        return refuse("one with a name", "none", elsewhere);
+    }
+    if to.is_symlink() {
+        return refuse("a new or empty one", "a link", elsewhere);
+    }
     let taken = match fs::read_dir(to) {
         Ok(mut entries) => entries.next().is_some(),
         Err(e) if e.kind() == ErrorKind::NotFound => false,

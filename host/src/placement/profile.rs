@@ -13,7 +13,7 @@ use std::fmt::Write as _;
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
-use crate::whole;
+use crate::{files, whole};
 
 /// Version of the text that is written.
 pub const VERSION: u32 = 1;
@@ -76,7 +76,7 @@ impl Profile {
 
     /// Reads a profile.
     pub fn read(path: &Path) -> Result<Self, ProfileError> {
-        let text = std::fs::read_to_string(path).map_err(|source| ProfileError::Io {
+        let text = files::read_to_string(path).map_err(|source| ProfileError::Io {
             path: path.into(),
             source,
             remedy: "give a profile that `host generate --usage FILE` recorded",

@@ -197,7 +197,7 @@ pub fn synthesise(
             .as_bytes(),
     )?;
     let tokenizer = match &options.tokenizer {
-        Some(file) => fs::read(file)
+        Some(file) => crate::files::read(file)
             .map_err(|e| ModelError::io(file, e, "give a tokenizer.json (--tokenizer)"))?,
         None => shapes::byte_tokenizer().into_bytes(),
     };

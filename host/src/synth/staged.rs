@@ -35,7 +35,13 @@ impl Staged {
         }
         check_free(to)?;
         // Where a link leads to an empty directory, that one is replaced.
-        let to = fs::canonicalize(to).unwrap_or_else(|_| to.into());
+        let to = match fs::canonicalize(to) {
+            Ok(real) => real,
+            Err(_) if to.is_symlink() => {
+                return Err(refuse("a new or empty one", "a link to nothing"));
+            }
+            Err(_) => to.into(),
+        };
         let parent = match to.parent() {
             Some(p) if p != Path::new("") => p,
             _ => Path::new("."),
