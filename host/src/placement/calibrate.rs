@@ -197,12 +197,12 @@ fn machine<D: Device>(
     #[cfg(not(unix))]
     let disk = 0;
     Ok(format!(
-        "ansatz {}; {cpu}, {} threads; {}; experts {}, {}, top {}; hidden {}, {} layers, {:.1} + {:.1} MB; \
+        "ansatz {}; {cpu}, {} threads; {}; {}{}, top {}; hidden {}, {} layers, {:.1} + {:.1} MB; \
          disk {disk}",
         env!("CARGO_PKG_VERSION"),
         rayon::current_num_threads(),
         backend.describe(),
-        archive.shape(),
+        geometry(archive),
         coding(archive)?,
         config.router.top_k,
         config.hidden,
@@ -210,6 +210,11 @@ fn machine<D: Device>(
         dense.bf16 as f64 / 1e6,
         dense.int8 as f64 / 1e6,
     ))
+}
+
+/// What a machine that rates are of says of experts like those of `archive`.
+pub fn geometry(archive: &Archive) -> String {
+    format!("experts {}, ", archive.shape())
 }
 
 /// How experts are coded: the codecs and blocks of the first of each kind, which those that are measured

@@ -607,8 +607,16 @@ pub(super) fn plan_spread(
 fn too_small(search: &Search<'_>, s: &State) -> PlanError {
     let over = s.vram.saturating_sub(search.budget.vram) + s.ram.saturating_sub(search.budget.ram);
     let record = search.record();
+    let all = search
+        .model
+        .layers
+        .iter()
+        .map(|l| l.records.len())
+        .sum::<usize>()
+        .max(1);
     PlanError::TooSmall {
-        experts: ((over as f64 / record).round() as usize).max(1),
+        // In pages, and in tiers of larger forms, what is over is more than the records of all.
+        experts: ((over as f64 / record).round() as usize).clamp(1, all),
         needed: over,
     }
 }

@@ -247,7 +247,17 @@ impl Request {
         config: &Config,
     ) -> Result<(Calibration, bool), RequestError> {
         Ok(match &self.rates {
-            Some(file) => (Calibration::read(file)?, false),
+            Some(file) => {
+                let found = Calibration::read(file)?;
+                if !found.machine.contains(&calibrate::geometry(archive)) {
+                    tracing::warn!(
+                        "{}: rates of other experts than this model's: {}",
+                        file.display(),
+                        found.machine
+                    );
+                }
+                (found, false)
+            }
             None => calibrate::rates(backend, archive, dir, config, self.calibrate)?,
         })
     }
