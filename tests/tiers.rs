@@ -858,6 +858,7 @@ fn traces_are_recorded_replayed_and_timed() {
     };
     fails(&dir.path().join("none.txt"), "", "give a trace");
     fails(&file, "vram", "`vram`: expected key=value");
+    fails(&file, "tier=raw,tier=ans", "`tier=ans`: expected tier once");
     fails(&file, "tiers=vram", "some of vram-hot");
     std::fs::write(&file, "# ansatz trace 1\n0 1 3:0.5\n").unwrap();
     fails(&file, "", "1 layers, the model has 3 with experts");

@@ -133,9 +133,14 @@ fn side(text: &str, args: &DecodeArgs) -> anyhow::Result<Side> {
             kv: args.kv.format(),
         },
     };
+    let mut given = Vec::new();
     for part in text.split(',').filter(|p| !p.is_empty()) {
         let wrong = |expected: &str| anyhow::anyhow!("`{part}`: expected {expected}");
         let (key, value) = part.split_once('=').ok_or_else(|| wrong("key=value"))?;
+        if given.contains(&key) {
+            return Err(wrong(&format!("{key} once in a placement")));
+        }
+        given.push(key);
         let size = || {
             Size::parse(value)
                 .map(Some)
