@@ -43,7 +43,7 @@ const H: usize = 4;
 /// Positions of a lane, 32 apart.
 const P: usize = (POSITIONS / 32) as usize;
 /// Heads that a block computes at once.
-const HEADS: u32 = THREADS / 32 * H as u32;
+pub const HEADS: u32 = THREADS / 32 * H as u32;
 /// Words of a key in shared memory: eight neighbouring lanes' pieces of 16 bytes are in different banks.
 const STRIDE: u32 = DIM + 4;
 
