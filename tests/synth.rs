@@ -428,7 +428,7 @@ fn a_place_is_taken_from_the_start() {
     tiny(&link, &[])
         .code(1)
         .stderr(contains("found a link to nothing"));
-    // A pipe, which would be waited for; a device may have no end.
+    // A device may have no end.
     fs::remove_file(&link).unwrap();
     for endless in ["/dev/zero", "/dev/null"] {
         tiny(&link, &["--tokenizer", endless])

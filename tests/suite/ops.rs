@@ -420,6 +420,13 @@ pub fn index<B: LoadExperts>(b: &B) {
         let close = rng.below(2) == 0;
         // Few distinct values make equal scores.
         let coarse = rng.below(2) == 0;
+        let aligned = rng.below(3) > 0;
+        let flips: Vec<u32> = match close {
+            true => (0..(first + tokens) * dim)
+                .map(|_| rng.below(4) as u32)
+                .collect(),
+            false => Vec::new(),
+        };
         let mut draw = |n: usize| -> Vec<f32> {
             let x = rng.f32s(n);
             if coarse {
@@ -428,23 +435,17 @@ pub fn index<B: LoadExperts>(b: &B) {
                 x
             }
         };
-        let (from, weights) = (At::new(heads * dim, !coarse), At::new(heads, false));
+        let (from, weights) = (At::new(heads * dim, aligned), At::new(heads, false));
         let q = draw(from.len(tokens));
         let w = draw(weights.len(tokens));
         let mut keys = draw((first + tokens) * dim);
-        if close {
-            let mut rng = Rng::fresh();
-            for p in 1..first + tokens {
-                for c in 0..dim {
-                    let bits = keys[c].to_bits();
-                    keys[p * dim + c] = f32::from_bits(bits ^ rng.below(4) as u32);
-                }
-            }
+        for (i, flip) in flips.iter().enumerate().skip(dim) {
+            keys[i] = f32::from_bits(keys[i % dim].to_bits() ^ flip);
         }
         let ix = Index { heads, dim, top_k };
         let n = tokens * top_k;
         let dims = [first, tokens, n];
-        case!(b, format!("index {ix:?} {dims:?} coarse {coarse} close {close}"), n,
+        case!(b, format!("index {ix:?} {dims:?} coarse {coarse} close {close} aligned {aligned}"), n,
             [q: Vec<f32>, w: Vec<f32>, keys: Vec<f32>, ix: Index, dims: [usize; 3], from: At,
              weights: At], |be, out| {
             let [first, tokens, n] = *dims;

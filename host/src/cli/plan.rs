@@ -15,7 +15,7 @@ use crate::model::directory::ARCHIVE_FILE;
 use crate::model::{Config, check_archive};
 use crate::placement::Tier;
 use crate::placement::calibrate::{self, Calibration};
-use crate::placement::request::{Request, Size};
+use crate::placement::request::{self, Request, Size};
 use crate::whole;
 
 /// What experts may take, and what is known of their use.
@@ -131,7 +131,7 @@ pub fn run(args: PlanArgs) -> anyhow::Result<()> {
         let ((found, measured), free) = match (args.device, &request.rates) {
             // Another machine's rates need no device here, if the budget is given as well.
             (DeviceArg::Cuda, Some(file)) if CudaDevice::count() == 0 => {
-                let found = Calibration::read(file)?;
+                let found = request::given(file, &archive)?;
                 let Some(Size::Bytes(free)) = request.vram else {
                     anyhow::bail!(
                         "no CUDA device whose memory would be the budget: give --vram-budget in bytes"

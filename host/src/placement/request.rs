@@ -237,6 +237,19 @@ pub(crate) fn read_profile(
     Ok((profile, path.display().to_string()))
 }
 
+/// The rates of a file; that they are of other experts is said.
+pub fn given(file: &Path, archive: &Archive) -> Result<Calibration, CalibrateError> {
+    let found = Calibration::read(file)?;
+    if !found.machine.contains(&calibrate::geometry(archive)) {
+        tracing::warn!(
+            "{}: rates of other experts than this model's: {}",
+            file.display(),
+            found.machine
+        );
+    }
+    Ok(found)
+}
+
 impl Request {
     /// The rates asked for, else this machine's. Whether they were measured now.
     pub fn rates<D: Device + Clone + 'static>(
@@ -247,17 +260,7 @@ impl Request {
         config: &Config,
     ) -> Result<(Calibration, bool), RequestError> {
         Ok(match &self.rates {
-            Some(file) => {
-                let found = Calibration::read(file)?;
-                if !found.machine.contains(&calibrate::geometry(archive)) {
-                    tracing::warn!(
-                        "{}: rates of other experts than this model's: {}",
-                        file.display(),
-                        found.machine
-                    );
-                }
-                (found, false)
-            }
+            Some(file) => (given(file, archive)?, false),
             None => calibrate::rates(backend, archive, dir, config, self.calibrate)?,
         })
     }

@@ -346,7 +346,7 @@ fn assign(
                     Tier::VramHot => rates.hot.each,
                     _ => mixed * rates.plane3.each + (1.0 - mixed) * rates.ans.each,
                 };
-                1e3 * share * model.top_k as f64 * each
+                share * model.top_k as f64 * each
             } else {
                 whole.lane_s
             };
@@ -570,6 +570,15 @@ mod tests {
         assert_eq!(bytes, taken.iter().sum::<u64>());
         let share: f64 = plan.device_table.iter().map(|r| r.part.share).sum();
         assert!((share - 1.0).abs() < 1e-9);
+        // Without what is fixed, a device's experts take no longer than all of the plan's layers.
+        for row in plan
+            .device_table
+            .iter()
+            .filter(|r| r.part.tier <= Tier::VramAns)
+        {
+            let all = plan.time.total + 1e-12;
+            assert!(row.part.lane_s <= all, "{} {all}", row.part.lane_s);
+        }
     }
 
     #[test]
