@@ -7,6 +7,8 @@
   V/bin/python tools/oracle.py mtp FROM DIR             # with a layer that drafts, of layer 2's tensors
   V/bin/python tools/oracle.py run DIR --experts int4-row --dense int8-row --out FILE
 
+Of an fp8 checkpoint `host convert` rounds the dense part to bf16: `run --dense bf16` is its oracle.
+
 `run` computes in float32 on the CPU with eager attention and no cache, after weights went through
 the rules that --experts and --dense name. Where the checkpoint has a layer that drafts, which
 transformers leaves out, two drafts after the first greedy token are computed here. Of equal values torch.topk takes the first.
@@ -35,6 +37,17 @@ torch.topk = first_of_equals
 torch.Tensor.topk = first_of_equals
 
 FAMILIES = {
+    "glm_moe_dsa": dict(
+        vocab_size=256, hidden_size=64, intermediate_size=128, moe_intermediate_size=64,
+        num_hidden_layers=5, num_attention_heads=4, num_key_value_heads=4, n_shared_experts=1,
+        n_routed_experts=8, num_experts_per_tok=2, n_group=1, topk_group=1, kv_lora_rank=32,
+        q_lora_rank=48, qk_rope_head_dim=16, qk_nope_head_dim=32, v_head_dim=32,
+        routed_scaling_factor=2.5, norm_topk_prob=True, max_position_embeddings=512,
+        mlp_layer_types=["dense"] + ["sparse"] * 4, index_topk=16, index_head_dim=32, index_n_heads=4,
+        indexer_types=["full", "full", "full", "shared", "shared"], eos_token_id=None,
+        bos_token_id=None, pad_token_id=None,
+        rope_parameters={"rope_type": "default", "rope_theta": 8000000.0},
+    ),
     "glm4_moe_lite": dict(
         vocab_size=256, hidden_size=64, intermediate_size=128, moe_intermediate_size=64,
         num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=4, n_shared_experts=1,
