@@ -15,6 +15,8 @@
 //! 4. Rows of bf16 ([`attention_chunk_bf16()`]) are widened as they are loaded; a thread takes two
 //!    neighbouring columns of the sum then, one word.
 //!
+//! [`mod@crate::attention_many`] does the same of many tokens.
+//!
 //! Chunks past a token's count do nothing; the scratch of their partial results is not read.
 
 use bytemuck::{Pod, Zeroable};
@@ -81,7 +83,7 @@ pub struct AttentionArgs {
 
 /// Positions that a token attends to.
 #[inline(always)]
-fn count(args: &AttentionArgs, token: u32) -> u32 {
+pub(crate) fn count(args: &AttentionArgs, token: u32) -> u32 {
     // SAFETY: the kernel's caller's.
     let seen = unsafe { position(args.at, args.first) } + token + 1;
     if args.top_k == 0 {
@@ -89,6 +91,44 @@ fn count(args: &AttentionArgs, token: u32) -> u32 {
     } else {
         seen.min(args.top_k)
     }
+}
+
+/// The `n` positions of the block's chunk, for those behind the next barrier.
+///
+/// # Safety
+/// As the kernels'.
+#[inline(always)]
+pub(crate) unsafe fn listed(args: &AttentionArgs, token: u32, n: u32, position: Shared<u32>) {
+    let t = thread::thread_idx_x();
+    if t < n {
+        let i = thread::block_idx_x() * CHUNK + t;
+        let p = if args.top_k == 0 {
+            i
+        } else {
+            // SAFETY: the caller's: there is a list.
+            unsafe { Global::<u32>::new(args.lists) }.load(token * args.top_k + i)
+        };
+        position.store(t, p);
+    }
+}
+
+/// Probabilities of a head from its scores, their maximum before `exp` and their sum: lane `i` has
+/// positions `i` and `i + 32`, `there` or the score of one that is.
+#[inline(always)]
+pub(crate) fn softmax_of(score: [f32; 2], there: [bool; 2]) -> ([f32; 2], f32, f32) {
+    let [a, b] = score;
+    let mut m = max(a, b);
+    let mut distance = 16;
+    while distance > 0 {
+        m = max(m, warp::shuffle_xor_f32(m, distance));
+        distance /= 2;
+    }
+    let a = if there[0] { exp(a - m) } else { 0.0 };
+    let b = if there[1] { exp(b - m) } else { 0.0 };
+    let l = octet(a) + octet(b);
+    let l = l + warp::shuffle_xor_f32(l, 16);
+    let l = l + warp::shuffle_xor_f32(l, 8);
+    ([a, b], m, l)
 }
 
 /// How cache rows are stored.
@@ -245,25 +285,15 @@ unsafe fn chunk_of<E: Entry>(args: AttentionArgs, position: Shared<u32>, score: 
     let softmax = unsafe { GlobalMut::<f32>::new(args.softmax) };
     let (chunk, token) = (thread::block_idx_x(), thread::block_idx_z());
     let head0 = thread::block_idx_y() * HEADS;
-    let t = thread::thread_idx_x();
     let lane = warp::lane_id();
     let warp = warp::warp_id();
-    let listed = count(&args, token);
-    if chunk * CHUNK >= listed {
+    let seen = count(&args, token);
+    if chunk * CHUNK >= seen {
         return;
     }
-    let n = (listed - chunk * CHUNK).min(CHUNK);
-
-    if t < n {
-        let i = chunk * CHUNK + t;
-        let p = if args.top_k == 0 {
-            i
-        } else {
-            // SAFETY: the caller's: there is a list.
-            unsafe { Global::<u32>::new(args.lists) }.load(token * args.top_k + i)
-        };
-        position.store(t, p);
-    }
+    let n = (seen - chunk * CHUNK).min(CHUNK);
+    // SAFETY: the caller's.
+    unsafe { listed(&args, token, n, position) };
     thread::sync_threads();
 
     if args.vector != 0 {
@@ -275,26 +305,16 @@ unsafe fn chunk_of<E: Entry>(args: AttentionArgs, position: Shared<u32>, score: 
 
     if warp < HEADS {
         let at = warp * CHUNK + lane;
-        let (low, high) = (lane < n, lane + 32 < n);
-        let a = score.load(if low { at } else { warp * CHUNK });
-        let b = score.load(if high { at + 32 } else { warp * CHUNK });
-        let mut m = max(a, b);
-        let mut distance = 16;
-        while distance > 0 {
-            m = max(m, warp::shuffle_xor_f32(m, distance));
-            distance /= 2;
-        }
-        let a = if low { exp(a - m) } else { 0.0 };
-        let b = if high { exp(b - m) } else { 0.0 };
-        let l = octet(a) + octet(b);
-        let l = l + warp::shuffle_xor_f32(l, 16);
-        let l = l + warp::shuffle_xor_f32(l, 8);
+        let there = [lane < n, lane + 32 < n];
+        let a = score.load(if there[0] { at } else { warp * CHUNK });
+        let b = score.load(if there[1] { at + 32 } else { warp * CHUNK });
+        let (p, m, l) = softmax_of([a, b], there);
         warp::sync_warp();
-        if low {
-            score.store(at, a);
+        if there[0] {
+            score.store(at, p[0]);
         }
-        if high {
-            score.store(at + 32, b);
+        if there[1] {
+            score.store(at + 32, p[1]);
         }
         let head = head0 + warp;
         if lane == 0 && head < args.heads {

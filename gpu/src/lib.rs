@@ -21,6 +21,7 @@ pub mod act;
 pub mod add;
 pub mod arith;
 pub mod attention;
+pub mod attention_many;
 pub mod coded;
 pub mod coded_jobs;
 pub mod coded_ops;

@@ -231,7 +231,7 @@ macro_rules! case {
 macro_rules! suite {
     ($($name:ident = $make:expr;)*) => {$(
         mod $name {
-            $crate::suite!(@tests $make, ops: embed norms elementwise linear linear_int8 rope latent narrow attention index route replay);
+            $crate::suite!(@tests $make, ops: embed norms elementwise linear linear_int8 rope latent narrow attention attention_many index route replay);
             $crate::suite!(@tests $make, experts: raw_experts coded_experts mixed_codecs plane3_experts);
         }
     )*};

@@ -264,73 +264,116 @@ pub fn latent<B: LoadExperts>(b: &B) {
 pub fn attention<B: LoadExperts>(b: &B) {
     let mut rng = Rng::fresh();
     for mla in MLAS {
-        for (first, tokens, aligned) in [
-            (0, 0, true),
-            (0, 1, true),
-            (0, 5, false),
-            (62, 3, true),
-            (63, 1, false),
-            (64, 1, true),
-            (130, 9, true),
-            (200, 1, true),
-        ] {
-            let width = mla.latent + mla.rope;
-            let from = At::new(mla.heads * width, aligned);
-            let to = At::new(mla.heads * mla.latent, aligned);
-            let mut q = rng.f32s(from.len(tokens));
-            // Scores of moderate size, so that softmax has many terms.
-            q.iter_mut().for_each(|q| *q *= 0.1);
-            let cache: Vec<f32> = rng
-                .f32s((first + tokens) * width)
-                .iter()
-                .map(|x| x.clamp(-4.0, 4.0))
-                .collect();
-            let narrow: Vec<u16> = cache.iter().map(|x| gpu::arith::to_bf16(*x)).collect();
-            let dims = [first, tokens];
-            case!(b, format!("attention {mla:?} {dims:?}"), to.len(tokens),
-                [q: Vec<f32>, cache: Vec<f32>, mla: Mla, dims: [usize; 2], from: At, to: At], |be, out| {
-                let (q, cache) = (be.upload(q)?, be.upload(cache)?);
-                let cache = Cached::F32(&cache);
-                be.attention(rows(&q, *from), cache, Attend::Causal, mla, dims[0], dims[1],
-                    rows_mut(out, *to))
-            });
-            case!(b, format!("attention to bf16 {mla:?} {dims:?}"), to.len(tokens),
-                [q: Vec<f32>, narrow: Vec<u16>, mla: Mla, dims: [usize; 2], from: At, to: At], |be, out| {
-                let (q, cache) = (be.upload(q)?, be.upload(narrow)?);
-                let cache = Cached::Bf16(&cache);
-                be.attention(rows(&q, *from), cache, Attend::Causal, mla, dims[0], dims[1],
-                    rows_mut(out, *to))
-            });
-            for top_k in [1, 16, 64, 65, 150] {
-                let mut lists = vec![0u32; tokens * top_k];
-                for (t, list) in lists.chunks_mut(top_k).enumerate() {
-                    let mut all: Vec<u32> = (0..(first + t + 1) as u32).collect();
-                    while all.len() > top_k {
-                        all.remove(rng.below(all.len()));
-                    }
-                    list[..all.len()].copy_from_slice(&all);
+        attention_of(
+            b,
+            &mut rng,
+            mla,
+            &[
+                (0, 0, true),
+                (0, 1, true),
+                (0, 5, false),
+                (62, 3, true),
+                (63, 1, false),
+                (64, 1, true),
+                (130, 9, true),
+                (200, 1, true),
+            ],
+            &[1, 16, 64, 65, 150],
+        );
+    }
+}
+
+/// So many tokens that chunks' rows lie in shared memory for all heads, also on a device of 132
+/// multiprocessors: heads in rounds of 16, side by side or (256 columns) one behind the other, the last of one
+/// head; columns that are no multiple of what a warp's lanes have; more than are summed at once.
+pub fn attention_many<B: LoadExperts>(b: &B) {
+    let mut rng = Rng::fresh();
+    let of = |heads, latent, rope| Mla {
+        heads,
+        nope: 16,
+        rope,
+        value: 16,
+        latent,
+        scaling: 0.06,
+    };
+    for (mla, first, tokens, top_ks) in [
+        (of(64, 512, 64), 0, 33, &[][..]),
+        (of(64, 512, 64), 60, 17, &[77]),
+        (of(64, 512, 64), 130, 11, &[140]),
+        (of(17, 512, 64), 0, 67, &[50]),
+        (of(17, 256, 8), 0, 176, &[]),
+        (of(40, 300, 84), 0, 45, &[]),
+        (of(33, 600, 8), 0, 45, &[33]),
+    ] {
+        attention_of(b, &mut rng, mla, &[(first, tokens, true)], top_ks);
+    }
+}
+
+/// Tokens `first..first + tokens`, aligned or not, causal and with lists of each `top_k`.
+fn attention_of<B: LoadExperts>(
+    b: &B,
+    rng: &mut Rng,
+    mla: Mla,
+    tokens: &[(usize, usize, bool)],
+    top_ks: &[usize],
+) {
+    for &(first, tokens, aligned) in tokens {
+        let width = mla.latent + mla.rope;
+        let from = At::new(mla.heads * width, aligned);
+        let to = At::new(mla.heads * mla.latent, aligned);
+        let mut q = rng.f32s(from.len(tokens));
+        // Scores of moderate size, so that softmax has many terms.
+        q.iter_mut().for_each(|q| *q *= 0.1);
+        let cache: Vec<f32> = rng
+            .f32s((first + tokens) * width)
+            .iter()
+            .map(|x| x.clamp(-4.0, 4.0))
+            .collect();
+        let narrow: Vec<u16> = cache.iter().map(|x| gpu::arith::to_bf16(*x)).collect();
+        let dims = [first, tokens];
+        case!(b, format!("attention {mla:?} {dims:?}"), to.len(tokens),
+            [q: Vec<f32>, cache: Vec<f32>, mla: Mla, dims: [usize; 2], from: At, to: At], |be, out| {
+            let (q, cache) = (be.upload(q)?, be.upload(cache)?);
+            let cache = Cached::F32(&cache);
+            be.attention(rows(&q, *from), cache, Attend::Causal, mla, dims[0], dims[1],
+                rows_mut(out, *to))
+        });
+        case!(b, format!("attention to bf16 {mla:?} {dims:?}"), to.len(tokens),
+            [q: Vec<f32>, narrow: Vec<u16>, mla: Mla, dims: [usize; 2], from: At, to: At], |be, out| {
+            let (q, cache) = (be.upload(q)?, be.upload(narrow)?);
+            let cache = Cached::Bf16(&cache);
+            be.attention(rows(&q, *from), cache, Attend::Causal, mla, dims[0], dims[1],
+                rows_mut(out, *to))
+        });
+        for &top_k in top_ks {
+            let mut lists = vec![0u32; tokens * top_k];
+            for (t, list) in lists.chunks_mut(top_k).enumerate() {
+                let mut all: Vec<u32> = (0..(first + t + 1) as u32).collect();
+                while all.len() > top_k {
+                    all.remove(rng.below(all.len()));
                 }
-                let top_k = &top_k;
-                case!(b, format!("attention to {top_k} {mla:?} {dims:?}"), to.len(tokens),
-                    [q: Vec<f32>, cache: Vec<f32>, lists: Vec<u32>, top_k: usize, mla: Mla,
-                     dims: [usize; 2], from: At, to: At], |be, out| {
-                    let (q, cache, lists) = (be.upload(q)?, be.upload(cache)?, be.upload(lists)?);
-                    let attend = Attend::Listed { lists: &lists, top_k: *top_k };
-                    be.attention(rows(&q, *from), Cached::F32(&cache), attend, mla, dims[0], dims[1],
-                        rows_mut(out, *to))
-                });
-                if *top_k != 16 && *top_k != 65 {
-                    continue;
-                }
-                case!(b, format!("attention to {top_k} of bf16 {mla:?} {dims:?}"), to.len(tokens),
-                    [q: Vec<f32>, narrow: Vec<u16>, lists: Vec<u32>, top_k: usize, mla: Mla,
-                     dims: [usize; 2], from: At, to: At], |be, out| {
-                    let (q, cache, lists) = (be.upload(q)?, be.upload(narrow)?, be.upload(lists)?);
-                    let attend = Attend::Listed { lists: &lists, top_k: *top_k };
-                    be.attention(rows(&q, *from), Cached::Bf16(&cache), attend, mla, dims[0], dims[1],
-                        rows_mut(out, *to))
-                });
+                list[..all.len()].copy_from_slice(&all);
             }
+            let top_k = &top_k;
+            case!(b, format!("attention to {top_k} {mla:?} {dims:?}"), to.len(tokens),
+                [q: Vec<f32>, cache: Vec<f32>, lists: Vec<u32>, top_k: usize, mla: Mla,
+                 dims: [usize; 2], from: At, to: At], |be, out| {
+                let (q, cache, lists) = (be.upload(q)?, be.upload(cache)?, be.upload(lists)?);
+                let attend = Attend::Listed { lists: &lists, top_k: *top_k };
+                be.attention(rows(&q, *from), Cached::F32(&cache), attend, mla, dims[0], dims[1],
+                    rows_mut(out, *to))
+            });
+            if [1, 64, 150].contains(top_k) {
+                continue;
+            }
+            case!(b, format!("attention to {top_k} of bf16 {mla:?} {dims:?}"), to.len(tokens),
+                [q: Vec<f32>, narrow: Vec<u16>, lists: Vec<u32>, top_k: usize, mla: Mla,
+                 dims: [usize; 2], from: At, to: At], |be, out| {
+                let (q, cache, lists) = (be.upload(q)?, be.upload(narrow)?, be.upload(lists)?);
+                let attend = Attend::Listed { lists: &lists, top_k: *top_k };
+                be.attention(rows(&q, *from), Cached::Bf16(&cache), attend, mla, dims[0], dims[1],
+                    rows_mut(out, *to))
+            });
         }
     }
 }

@@ -102,13 +102,25 @@ impl<D: Device> KernelBackend<D> {
                 vector: vector as u32,
             };
             let (n, heads) = (n as u32, args.heads);
+            let limits = self.device().limits();
+            let (many, grid) = plan::attention(limits, mla, args.chunks, n, vector);
             let threads = gpu::attention::THREADS;
-            let grid = [args.chunks, heads.div_ceil(gpu::attention::HEADS), n];
-            let launch = Launch::new(grid, threads);
-            if bf16 {
-                self.launch::<AttentionChunkBf16>(launch, args)?;
+            if many {
+                use gpu::attention_many::{THREADS, shared_bytes};
+                let shared = shared_bytes(args.latent + args.rope);
+                let launch = Launch::new(grid, THREADS).shared(shared);
+                if bf16 {
+                    self.launch::<AttentionChunkManyBf16>(launch, args)?;
+                } else {
+                    self.launch::<AttentionChunkMany>(launch, args)?;
+                }
             } else {
-                self.launch::<AttentionChunk>(launch, args)?;
+                let launch = Launch::new(grid, threads);
+                if bf16 {
+                    self.launch::<AttentionChunkBf16>(launch, args)?;
+                } else {
+                    self.launch::<AttentionChunk>(launch, args)?;
+                }
             }
             self.launch::<AttentionMerge>(Launch::new([heads, n, 1], threads), args)?;
         }

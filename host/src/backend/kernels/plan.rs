@@ -2,11 +2,16 @@
 
 use gpu::launch::{DeviceLimits, Launch};
 
+use crate::backend::Mla;
+
 /// Scratch of one launch, bytes: operators over more split their tokens.
 pub const SCRATCH: usize = 128 << 20;
 
 /// Tokens up to which dense layers are bound by memory.
 const FEW: u32 = 8;
+
+/// Tokens up to which attention takes four heads a block, so that there are many blocks.
+const MANY: u32 = 4;
 
 /// Rows and tokens of a warp, and launch, of a dense layer of `rows` rows for `tokens` tokens, in
 /// `batches`.
@@ -42,6 +47,38 @@ pub fn linear(
         batches,
     ];
     (tile, Launch::new(grid, 32 * WARPS))
+}
+
+/// Grid, and whether the kernel for many tokens takes it, of attention to `chunks` chunks a token for `tokens`
+/// tokens; `vector` as `AttentionArgs` has it.
+///
+/// A block of [`gpu::attention_many`] has 16 heads or more and a multiprocessor to itself. It is for more than
+/// four tokens that give each multiprocessor a block, where there is the shared memory and half of its heads
+/// and columns are used. A block takes as many heads as leave each multiprocessor four blocks.
+pub fn attention(
+    limits: &DeviceLimits,
+    mla: &Mla,
+    chunks: u32,
+    tokens: u32,
+    vector: bool,
+) -> (bool, [u32; 3]) {
+    use gpu::attention_many::{FIXED_BYTES, HEADS, SUM_COLUMNS, WIDTH, shared_bytes};
+    const BLOCKS: u32 = 4;
+    let (heads, latent) = (mla.heads as u32, mla.latent as u32);
+    let width = latent + mla.rope as u32;
+    let fits = vector
+        && latent.is_multiple_of(4)
+        && width <= WIDTH
+        && shared_bytes(width) + FIXED_BYTES <= limits.shared_per_block;
+    let used = heads > HEADS / 2 && latent >= SUM_COLUMNS / 2;
+    let tiles = heads.div_ceil(HEADS);
+    let blocks = tokens.saturating_mul(chunks).max(1);
+    if !(fits && used && tokens > MANY && blocks.saturating_mul(tiles) >= limits.sms) {
+        let tiles = heads.div_ceil(gpu::attention::HEADS);
+        return (false, [chunks, tiles, tokens]);
+    }
+    let tiles = (BLOCKS * limits.sms).div_ceil(blocks).min(tiles);
+    (true, [chunks, tiles, tokens])
 }
 
 /// Tokens of one launch whose scratch takes `bytes` bytes a token: at least one.
@@ -84,6 +121,36 @@ mod tests {
         assert_eq!(of(256, 64), (4, 1));
         let of = |tokens| linear(&H200, 256, tokens, 1, true).0;
         assert_eq!([2, 3, 8, 9].map(of), [(2, 2), (2, 4), (2, 4), (4, 4)]);
+    }
+
+    #[test]
+    fn attention_of_many_tokens_keeps_rows_in_shared_memory() {
+        let mla = Mla {
+            heads: 64,
+            nope: 128,
+            rope: 64,
+            value: 128,
+            latent: 512,
+            scaling: 1.0,
+        };
+        let of = |mla: &Mla, chunks, tokens| attention(&H200, mla, chunks, tokens, true);
+        assert_eq!(of(&mla, 32, 1), (false, [32, 16, 1]));
+        assert_eq!(of(&mla, 32, 4), (false, [32, 16, 4]));
+        assert_eq!(of(&mla, 1, 32), (false, [1, 16, 32]));
+        assert_eq!(of(&mla, 1, 33), (true, [1, 4, 33]));
+        assert_eq!(of(&mla, 32, 5), (true, [32, 4, 5]));
+        assert_eq!(of(&mla, 32, 8), (true, [32, 3, 8]));
+        assert_eq!(of(&mla, 32, 64), (true, [32, 1, 64]));
+        assert!(!attention(&H200, &mla, 32, 64, false).0);
+        let consumer = DeviceLimits {
+            shared_per_block: 99 << 10,
+            ..H200
+        };
+        assert!(!attention(&consumer, &mla, 32, 64, true).0);
+        assert!(!of(&Mla { heads: 8, ..mla }, 32, 64).0);
+        assert!(!of(&Mla { latent: 128, ..mla }, 32, 64).0);
+        assert!(!of(&Mla { latent: 510, ..mla }, 32, 64).0);
+        assert!(!of(&Mla { latent: 704, ..mla }, 32, 64).0);
     }
 
     #[test]

@@ -1,0 +1,457 @@
+//! Multi-head latent attention of many tokens: the chunks of [`mod@crate::attention`], to the same bits.
+//!
+//! Per token, chunk of 64 listed positions and head: `s_i = scaling * dot(q, row_i)`, `m = max s`,
+//! `p_i = exp(s_i - m)`, `l = sum p`, `o[c] = sum p_i row_i[c]` by ascending `i`.
+//!
+//! 1. One block takes one chunk of one token. Its rows lie in shared memory as f32 for all heads, which it
+//!    takes [`HEADS`] at a time: rows come from L2 once for scores and sums of all heads. Rows of bf16 are
+//!    widened on the way.
+//! 2. Scores: the sum of 256 partial sums is pairwise within an octet of neighbours, then halves octets at
+//!    distances 16, 8, 4, 2, 1. A lane computes four heads times four positions and of their columns a
+//!    quarter, the octets that are equal modulo 4, in the order in which halving adds them up. Distances 2
+//!    and 1 are from quarter to quarter, which are warps: the softmax adds those. There is no shuffle, and a
+//!    loaded element serves four products. What has no columns is not multiplied: a product with 0 would
+//!    turn a partial sum of -0 into +0.
+//! 3. Lanes that differ in bit 0 read the same row, those that differ in bit 1 the same query: 16-byte loads
+//!    of half a warp are 128 bytes at most of either, in different banks.
+//! 4. Softmax: a warp takes two heads, lane `i` positions `i` and `i + 32`.
+//! 5. Sum: a thread takes four columns of eight heads, whose probabilities are 32 neighbouring bytes.
+//! 6. The next heads' queries are copied to shared memory during softmax and sum.
+//!
+//! Heads past the end repeat the last one and are not stored; positions past the end repeat the last one and
+//! are not summed. [`attention_merge`](crate::attention::attention_merge()) follows.
+//!
+//! Limits: what [`AttentionArgs::vector`] says holds, `latent` is a multiple of 4, `latent + rope` at most
+//! [`WIDTH`], and the block has [`shared_bytes`] of dynamic shared memory: 206 KiB at 576 columns.
+
+use bytemuck::Pod;
+use cuda_std::mem::{Global, GlobalMut, cp_async_16, cp_async_commit, cp_async_wait};
+use cuda_std::shared::Shared;
+use cuda_std::{kernel, shared_array, thread, warp};
+
+use crate::arith::{ATTENTION_CHUNK, fma};
+use crate::attention::{AttentionArgs, count, listed, softmax_of};
+use crate::dot::STEP;
+use crate::unroll;
+
+/// Threads of a block.
+pub const THREADS: u32 = 256;
+
+/// Heads that a block takes at a time.
+pub const HEADS: u32 = 16;
+
+/// Columns of a row at most.
+pub const WIDTH: u32 = SEGMENTS * STEP;
+
+/// Times that a lane takes eight columns at most.
+const SEGMENTS: u32 = 3;
+
+const CHUNK: u32 = ATTENTION_CHUNK as u32;
+/// Warps of a block.
+const WARPS: u32 = THREADS / 32;
+/// Octets are dealt to this many warps of the same heads and positions.
+const QUARTERS: u32 = 4;
+/// Positions that such warps have.
+const POSITIONS: u32 = CHUNK / (WARPS / QUARTERS);
+/// Heads, and positions, of a lane.
+const T: usize = 4;
+/// Words from position to position of what there is of [`HEADS`] heads: lanes of neighbouring positions are
+/// in different banks.
+const PAD: u32 = HEADS + 4;
+/// Threads that sum the same heads.
+const SUM_THREADS: u32 = THREADS / 2;
+
+/// Columns that these sum at a time.
+pub const SUM_COLUMNS: u32 = 4 * SUM_THREADS;
+
+/// Shared memory that a block has besides: u32 `[64]` positions.
+pub const FIXED_BYTES: u32 = 4 * CHUNK;
+
+/// Words of a row in shared memory: those of eight neighbouring rows are in different banks.
+#[inline(always)]
+const fn stride(width: u32) -> u32 {
+    width.next_multiple_of(32) + 4
+}
+
+/// Dynamic shared memory of a block for rows of `width` columns: f32 `[64, stride]` rows, `[HEADS, stride]`
+/// queries, `[4, 64, PAD]` quarters of dot products, `[64, PAD]` probabilities.
+pub const fn shared_bytes(width: u32) -> u32 {
+    4 * ((CHUNK + HEADS) * stride(width) + (QUARTERS + 1) * CHUNK * PAD)
+}
+
+/// Of four heads and four positions.
+type Tile = [[f32; T]; T];
+
+/// How cache rows come to shared memory.
+trait Stored: Pod {
+    /// Starts the copies of `rows` to words `at`, by a warp.
+    fn fetch<const N: usize>(to: Shared<f32>, at: [u32; N], rows: [Global<Self>; N], width: u32);
+}
+
+impl Stored for f32 {
+    #[inline(always)]
+    fn fetch<const N: usize>(to: Shared<f32>, at: [u32; N], rows: [Global<f32>; N], width: u32) {
+        let mut k = 4 * warp::lane_id();
+        while k < width {
+            unroll!(j < N, {
+                cp_async_16(to, at[j] + k, rows[j], k);
+            });
+            k += 128;
+        }
+    }
+}
+
+/// bf16.
+impl Stored for u16 {
+    #[inline(always)]
+    fn fetch<const N: usize>(to: Shared<f32>, at: [u32; N], rows: [Global<u16>; N], width: u32) {
+        let mut k = 8 * warp::lane_id();
+        while k < width {
+            let mut words = [[0u32; 4]; N];
+            unroll!(j < N, {
+                words[j] = rows[j].load_v4(k / 2);
+            });
+            unroll!(j < N, {
+                let [a, b, c, d] = words[j];
+                let (low, high) = (|x: u32| x << 16, |x: u32| x & 0xffff_0000);
+                to.store_v4(at[j] + k, [low(a), high(a), low(b), high(b)]);
+                to.store_v4(at[j] + k + 4, [low(c), high(c), low(d), high(d)]);
+            });
+            k += STEP;
+        }
+    }
+}
+
+/// Words `word..word + 4` as f32.
+#[inline(always)]
+fn load4(from: Shared<f32>, word: u32) -> [f32; 4] {
+    from.load_v4(word).map(f32::from_bits)
+}
+
+/// `p[i] = fma(x[i], y[i], p[i])`.
+#[inline(always)]
+fn fma4(p: &mut [f32; 4], x: &[f32; 4], y: &[f32; 4]) {
+    unroll!(i < 4, {
+        p[i] = fma(x[i], y[i], p[i]);
+    });
+}
+
+#[inline(always)]
+fn plus(a: &Tile, b: &Tile) -> Tile {
+    let mut sums = *a;
+    unroll!(i < T, {
+        unroll!(j < T, {
+            sums[i][j] = a[i][j] + b[i][j];
+        });
+    });
+    sums
+}
+
+/// Partial sums of four columns from `k` on, over `S` segments, added pairwise.
+#[inline(always)]
+fn four_columns<const S: usize>(
+    near: Shared<f32>,
+    queries: &[u32; T],
+    rows: &[u32; T],
+    k: u32,
+) -> Tile {
+    let mut p = [[[0.0f32; 4]; T]; T];
+    unroll!(s < S, {
+        let k = k + s as u32 * STEP;
+        let (mut xs, mut ys) = ([[0.0f32; 4]; T], [[0.0f32; 4]; T]);
+        unroll!(i < T, {
+            xs[i] = load4(near, queries[i] + k);
+            ys[i] = load4(near, rows[i] + k);
+        });
+        unroll!(i < T, {
+            unroll!(j < T, {
+                fma4(&mut p[i][j], &xs[i], &ys[j]);
+            });
+        });
+    });
+    let mut sums = [[0.0; T]; T];
+    unroll!(i < T, {
+        unroll!(j < T, {
+            let [a, b, c, d] = p[i][j];
+            sums[i][j] = (a + b) + (c + d);
+        });
+    });
+    sums
+}
+
+/// Sums of one octet of columns from `k` on, over `S` segments.
+#[inline(always)]
+fn octet<const S: usize>(near: Shared<f32>, queries: &[u32; T], rows: &[u32; T], k: u32) -> Tile {
+    let low = four_columns::<S>(near, queries, rows, k);
+    let high = four_columns::<S>(near, queries, rows, k + 4);
+    plus(&low, &high)
+}
+
+/// A lane's quarters of dot products: those of octets `quarter + 4 c`, by halving at distances 16, 8 and 4.
+#[inline(always)]
+fn dots(near: Shared<f32>, queries: &[u32; T], rows: &[u32; T], width: u32, quarter: u32) -> Tile {
+    const NONE: Tile = [[0.0; T]; T];
+    let (mut one, mut two, mut four) = (NONE, NONE, NONE);
+    let mut i = 0;
+    loop {
+        // 0, 4, 2, 6, 1, 5, 3, 7.
+        let c = (i & 1) << 2 | i & 2 | i >> 2;
+        let k = 8 * (quarter + QUARTERS * c);
+        let sums = if k + 2 * STEP < width {
+            octet::<3>(near, queries, rows, k)
+        } else if k + STEP < width {
+            octet::<2>(near, queries, rows, k)
+        } else if k < width {
+            octet::<1>(near, queries, rows, k)
+        } else {
+            NONE
+        };
+        if i & 1 == 0 {
+            one = sums;
+        } else {
+            let sums = plus(&one, &sums);
+            if i & 2 == 0 {
+                two = sums;
+            } else {
+                let sums = plus(&two, &sums);
+                if i & 4 == 0 {
+                    four = sums;
+                } else {
+                    return plus(&four, &sums);
+                }
+            }
+        }
+        i += 1;
+    }
+}
+
+/// Shared memory of a block.
+#[derive(Clone, Copy)]
+struct Near {
+    /// Rows, then queries.
+    rows: Shared<f32>,
+    parts: Shared<f32>,
+    score: Shared<f32>,
+}
+
+/// Starts the copies of the queries of heads `head0..head0 + HEADS`, head `4 a + b` to row `a + 4 b`: what
+/// lanes read together is neighbouring.
+///
+/// # Safety
+/// As the kernels'.
+#[inline(always)]
+unsafe fn fetch_queries(args: &AttentionArgs, near: Near, token: u32, head0: u32) {
+    // SAFETY: the caller's: live views, as long as the arguments say.
+    let q = unsafe { Global::<f32>::new(args.q) };
+    let width = args.latent + args.rope;
+    let warp = warp::warp_id();
+    const N: usize = (HEADS / WARPS) as usize;
+    let (mut at, mut rows) = ([0; N], [q; N]);
+    unroll!(j < N, {
+        let h = warp + WARPS * j as u32;
+        let head = (head0 + h).min(args.heads - 1);
+        at[j] = (CHUNK + h / 4 + h % 4 * 4) * stride(width);
+        rows[j] = q.at((token * args.q_stride + head * width) as u64);
+    });
+    f32::fetch(near.rows, at, rows, width);
+    cp_async_commit();
+}
+
+/// Quarters of dot products, by warps; `n` positions.
+#[inline(always)]
+fn scores(near: Near, width: u32, n: u32) {
+    let (lane, warp) = (warp::lane_id(), warp::warp_id());
+    let (quarter, first) = (warp % QUARTERS, warp / QUARTERS * POSITIONS);
+    if first >= n {
+        return;
+    }
+    let i = lane >> 1 & 7;
+    let h = lane & 1 | lane >> 4 << 1;
+    let stride = stride(width);
+    let (mut queries, mut rows) = ([0; T], [0; T]);
+    unroll!(j < T, {
+        queries[j] = (CHUNK + h + 4 * j as u32) * stride;
+        rows[j] = (first + i + 8 * j as u32) * stride;
+    });
+    let sums = dots(near.rows, &queries, &rows, width, quarter);
+    unroll!(j < T, {
+        let at = (quarter * CHUNK + first + i + 8 * j as u32) * PAD + 4 * h;
+        let of = [sums[0][j], sums[1][j], sums[2][j], sums[3][j]];
+        near.parts.store_v4(at, of.map(f32::to_bits));
+    });
+}
+
+/// Probabilities of a warp's two heads; stores their softmax states.
+///
+/// # Safety
+/// As the kernels'.
+#[inline(always)]
+unsafe fn probabilities(args: &AttentionArgs, near: Near, token: u32, head0: u32, n: u32) {
+    // SAFETY: the caller's: live views, as long as the arguments say.
+    let softmax = unsafe { GlobalMut::<f32>::new(args.softmax) };
+    let (lane, warp) = (warp::lane_id(), warp::warp_id());
+    let there = [lane < n, lane + 32 < n];
+    // [position][head]
+    let mut score = [[0.0f32; 2]; 2];
+    unroll!(i < 2, {
+        let p = if there[i] { lane + 32 * i as u32 } else { 0 };
+        let mut parts = [[0u32; 2]; QUARTERS as usize];
+        unroll!(r < QUARTERS as usize, {
+            let at = (r as u32 * CHUNK + p) * PAD + 2 * warp;
+            parts[r] = near.parts.load_v2(at);
+        });
+        unroll!(h < 2, {
+            let part = |r: usize| f32::from_bits(parts[r][h]);
+            let dot = (part(0) + part(2)) + (part(1) + part(3));
+            score[i][h] = args.scaling * dot;
+        });
+    });
+    unroll!(h < 2, {
+        let (p, m, l) = softmax_of([score[0][h], score[1][h]], there);
+        score[0][h] = p[0];
+        score[1][h] = p[1];
+        let head = head0 + 2 * warp + h as u32;
+        if lane == 0 && head < args.heads {
+            let to = ((token * args.heads + head) * args.chunks + thread::block_idx_x()) * 2;
+            softmax.store(to, m);
+            softmax.store(to + 1, l);
+        }
+    });
+    unroll!(i < 2, {
+        if there[i] {
+            let at = (lane + 32 * i as u32) * PAD + 2 * warp;
+            near.score.store_v2(at, score[i].map(f32::to_bits));
+        }
+    });
+}
+
+/// Weighted sums, a thread four neighbouring columns of eight heads.
+///
+/// # Safety
+/// As the kernels'.
+#[inline(always)]
+unsafe fn sums(args: &AttentionArgs, near: Near, token: u32, head0: u32, n: u32) {
+    // SAFETY: the caller's: live views, as long as the arguments say.
+    let partial = unsafe { GlobalMut::<f32>::new(args.partial) };
+    let stride = stride(args.latent + args.rope);
+    let first = warp::warp_id() * 32 / SUM_THREADS * 8;
+    let mut c = 4 * (thread::thread_idx_x() % SUM_THREADS);
+    while c < args.latent {
+        let mut o = [[0.0f32; 4]; 8];
+        let mut i = 0;
+        while i + 8 <= n {
+            unroll!(j < 8, {
+                add_row(near, i + j as u32, stride, c, first, &mut o);
+            });
+            i += 8;
+        }
+        while i < n {
+            add_row(near, i, stride, c, first, &mut o);
+            i += 1;
+        }
+        unroll!(h < 8, {
+            let head = head0 + first + h as u32;
+            if head < args.heads {
+                let to = (token * args.heads + head) * args.chunks + thread::block_idx_x();
+                let to = partial.at(to as u64 * args.latent as u64);
+                to.store_v4(c, o[h].map(f32::to_bits));
+            }
+        });
+        c += SUM_COLUMNS;
+    }
+}
+
+/// Adds a position's row to the sums.
+#[inline(always)]
+fn add_row(near: Near, i: u32, stride: u32, c: u32, first: u32, o: &mut [[f32; 4]; 8]) {
+    let v = load4(near.rows, i * stride + c);
+    let at = i * PAD + first;
+    let (a, b) = (load4(near.score, at), load4(near.score, at + 4));
+    unroll!(h < 4, {
+        fma4(&mut o[h], &[a[h]; 4], &v);
+        fma4(&mut o[4 + h], &[b[h]; 4], &v);
+    });
+}
+
+/// # Safety
+/// As the kernels'.
+#[inline(always)]
+unsafe fn chunk_of<E: Stored>(args: AttentionArgs) {
+    let position = shared_array![u32; 64];
+    let (chunk, token) = (thread::block_idx_x(), thread::block_idx_z());
+    let seen = count(&args, token);
+    if chunk * CHUNK >= seen {
+        return;
+    }
+    let n = (seen - chunk * CHUNK).min(CHUNK);
+    let width = args.latent + args.rope;
+    let stride = stride(width);
+    // SAFETY: the caller's: a live view, as long as the arguments say; the launch has that much shared
+    // memory.
+    let (cache, all) = unsafe {
+        (
+            Global::<E>::new(args.cache),
+            Shared::<f32>::dynamic(0, shared_bytes(width) / 4),
+        )
+    };
+    let parts = (CHUNK + HEADS) * stride;
+    let near = Near {
+        rows: all.part(0, parts),
+        parts: all.part(parts, QUARTERS * CHUNK * PAD),
+        score: all.part(parts + QUARTERS * CHUNK * PAD, CHUNK * PAD),
+    };
+    let mut head0 = thread::block_idx_y() * HEADS;
+    // SAFETY: the caller's.
+    unsafe {
+        fetch_queries(&args, near, token, head0);
+        listed(&args, token, n, position);
+    }
+    thread::sync_threads();
+    const N: usize = (CHUNK / WARPS) as usize;
+    let (mut at, mut rows) = ([0; N], [cache; N]);
+    unroll!(j < N, {
+        let i = warp::warp_id() + WARPS * j as u32;
+        at[j] = i * stride;
+        rows[j] = cache.at(position.load(i.min(n - 1)) as u64 * width as u64);
+    });
+    E::fetch(near.rows, at, rows, width);
+    cp_async_commit();
+    while head0 < args.heads {
+        cp_async_wait::<0>();
+        thread::sync_threads();
+        scores(near, width, n);
+        thread::sync_threads();
+        let next = head0 + thread::grid_dim_y() * HEADS;
+        // SAFETY: the caller's; nobody reads queries from one of these barriers to the next.
+        unsafe {
+            if next < args.heads {
+                fetch_queries(&args, near, token, next);
+            }
+            probabilities(&args, near, token, head0, n);
+            thread::sync_threads();
+            sums(&args, near, token, head0, n);
+        }
+        head0 = next;
+    }
+}
+
+/// Softmax state and weighted sum of one chunk of all heads. Grid: `[chunks, heads that blocks side by side
+/// take, in units of HEADS, tokens]`, [`THREADS`] threads.
+///
+/// # Safety
+/// The views must be live and as long as [`AttentionArgs`] says, and the module's limits hold.
+#[kernel(threads = 256, min_blocks = 1)]
+pub unsafe fn attention_chunk_many(args: AttentionArgs) {
+    // SAFETY: the caller's.
+    unsafe { chunk_of::<f32>(args) }
+}
+
+/// The same of cache rows of bf16.
+///
+/// # Safety
+/// As [`attention_chunk_many()`].
+#[kernel(threads = 256, min_blocks = 1)]
+pub unsafe fn attention_chunk_many_bf16(args: AttentionArgs) {
+    // SAFETY: the caller's.
+    unsafe { chunk_of::<u16>(args) }
+}
