@@ -1,4 +1,5 @@
-//! Multi-head latent attention of many tokens: the chunks of [`mod@crate::attention`], to the same bits.
+//! Multi-head latent attention in blocks of many heads: the chunks of [`mod@crate::attention`], to the same
+//! bits.
 //!
 //! Per token, chunk of 64 listed positions and head: `s_i = scaling * dot(q, row_i)`, `m = max s`,
 //! `p_i = exp(s_i - m)`, `l = sum p`, `o[c] = sum p_i row_i[c]` by ascending `i`.
@@ -16,7 +17,9 @@
 //!    of half a warp are 128 bytes at most of either, in different banks.
 //! 4. Softmax: a warp takes two heads, lane `i` positions `i` and `i + 32`.
 //! 5. Sum: a thread takes four columns of eight heads, whose probabilities are 32 neighbouring bytes.
-//! 6. The next heads' queries are copied to shared memory during softmax and sum.
+//! 6. Of every 64 columns the first 32 are copied ahead of the others, since halving takes them first: half
+//!    of what the first heads wait for comes while the other is multiplied. (Rows of bf16 pass registers, so
+//!    that they are there at once.) The next heads' queries are copied during softmax and sum.
 //!
 //! Heads past the end repeat the last one and are not stored; positions past the end repeat the last one and
 //! are not summed. [`attention_merge`](crate::attention::attention_merge()) follows.
@@ -84,19 +87,33 @@ type Tile = [[f32; T]; T];
 
 /// How cache rows come to shared memory.
 trait Stored: Pod {
-    /// Starts the copies of `rows` to words `at`, by a warp.
-    fn fetch<const N: usize>(to: Shared<f32>, at: [u32; N], rows: [Global<Self>; N], width: u32);
+    /// Starts the copies of `rows` to words `at`, by a warp: of every 64 columns the first 32, or the others
+    /// with `odd`.
+    fn fetch<const N: usize>(
+        to: Shared<f32>,
+        at: [u32; N],
+        rows: [Global<Self>; N],
+        width: u32,
+        odd: u32,
+    );
 }
 
 impl Stored for f32 {
     #[inline(always)]
-    fn fetch<const N: usize>(to: Shared<f32>, at: [u32; N], rows: [Global<f32>; N], width: u32) {
-        let mut k = 4 * warp::lane_id();
+    fn fetch<const N: usize>(
+        to: Shared<f32>,
+        at: [u32; N],
+        rows: [Global<f32>; N],
+        width: u32,
+        odd: u32,
+    ) {
+        let lane = warp::lane_id();
+        let mut k = 64 * (lane / 8) + 32 * odd + 4 * (lane % 8);
         while k < width {
             unroll!(j < N, {
                 cp_async_16(to, at[j] + k, rows[j], k);
             });
-            k += 128;
+            k += 256;
         }
     }
 }
@@ -104,8 +121,15 @@ impl Stored for f32 {
 /// bf16.
 impl Stored for u16 {
     #[inline(always)]
-    fn fetch<const N: usize>(to: Shared<f32>, at: [u32; N], rows: [Global<u16>; N], width: u32) {
-        let mut k = 8 * warp::lane_id();
+    fn fetch<const N: usize>(
+        to: Shared<f32>,
+        at: [u32; N],
+        rows: [Global<u16>; N],
+        width: u32,
+        odd: u32,
+    ) {
+        let lane = warp::lane_id();
+        let mut k = 64 * (lane / 4) + 32 * odd + 8 * (lane % 4);
         while k < width {
             let mut words = [[0u32; 4]; N];
             unroll!(j < N, {
@@ -117,7 +141,7 @@ impl Stored for u16 {
                 to.store_v4(at[j] + k, [low(a), high(a), low(b), high(b)]);
                 to.store_v4(at[j] + k + 4, [low(c), high(c), low(d), high(d)]);
             });
-            k += STEP;
+            k += 512;
         }
     }
 }
@@ -147,21 +171,23 @@ fn plus(a: &Tile, b: &Tile) -> Tile {
     sums
 }
 
+/// What a lane multiplies with each other: queries of its heads, rows of its positions.
+#[derive(Clone, Copy)]
+struct Mine {
+    queries: [Shared<f32>; T],
+    rows: [Shared<f32>; T],
+}
+
 /// Partial sums of four columns from `k` on, over `S` segments, added pairwise.
 #[inline(always)]
-fn four_columns<const S: usize>(
-    near: Shared<f32>,
-    queries: &[u32; T],
-    rows: &[u32; T],
-    k: u32,
-) -> Tile {
+fn four_columns<const S: usize>(mine: &Mine, k: u32) -> Tile {
     let mut p = [[[0.0f32; 4]; T]; T];
     unroll!(s < S, {
         let k = k + s as u32 * STEP;
         let (mut xs, mut ys) = ([[0.0f32; 4]; T], [[0.0f32; 4]; T]);
         unroll!(i < T, {
-            xs[i] = load4(near, queries[i] + k);
-            ys[i] = load4(near, rows[i] + k);
+            xs[i] = load4(mine.queries[i], k);
+            ys[i] = load4(mine.rows[i], k);
         });
         unroll!(i < T, {
             unroll!(j < T, {
@@ -181,28 +207,31 @@ fn four_columns<const S: usize>(
 
 /// Sums of one octet of columns from `k` on, over `S` segments.
 #[inline(always)]
-fn octet<const S: usize>(near: Shared<f32>, queries: &[u32; T], rows: &[u32; T], k: u32) -> Tile {
-    let low = four_columns::<S>(near, queries, rows, k);
-    let high = four_columns::<S>(near, queries, rows, k + 4);
-    plus(&low, &high)
+fn octet<const S: usize>(mine: &Mine, k: u32) -> Tile {
+    let mut from = *mine;
+    unroll!(i < T, {
+        from.queries[i] = mine.queries[i].at(k);
+        from.rows[i] = mine.rows[i].at(k);
+    });
+    plus(&four_columns::<S>(&from, 0), &four_columns::<S>(&from, 4))
 }
 
-/// A lane's quarters of dot products: those of octets `quarter + 4 c`, by halving at distances 16, 8 and 4.
+/// Of a lane's quarters of dot products what halving at distances 16 and 8 leaves of octets
+/// `quarter + 4 c`: `c` is 0, 4, 2, 6, or one more with `odd`.
 #[inline(always)]
-fn dots(near: Shared<f32>, queries: &[u32; T], rows: &[u32; T], width: u32, quarter: u32) -> Tile {
+fn dots(mine: &Mine, width: u32, quarter: u32, odd: u32) -> Tile {
     const NONE: Tile = [[0.0; T]; T];
-    let (mut one, mut two, mut four) = (NONE, NONE, NONE);
+    let (mut one, mut two) = (NONE, NONE);
     let mut i = 0;
     loop {
-        // 0, 4, 2, 6, 1, 5, 3, 7.
-        let c = (i & 1) << 2 | i & 2 | i >> 2;
+        let c = (i & 1) << 2 | i & 2 | odd;
         let k = 8 * (quarter + QUARTERS * c);
         let sums = if k + 2 * STEP < width {
-            octet::<3>(near, queries, rows, k)
+            octet::<3>(mine, k)
         } else if k + STEP < width {
-            octet::<2>(near, queries, rows, k)
+            octet::<2>(mine, k)
         } else if k < width {
-            octet::<1>(near, queries, rows, k)
+            octet::<1>(mine, k)
         } else {
             NONE
         };
@@ -210,16 +239,10 @@ fn dots(near: Shared<f32>, queries: &[u32; T], rows: &[u32; T], width: u32, quar
             one = sums;
         } else {
             let sums = plus(&one, &sums);
-            if i & 2 == 0 {
-                two = sums;
-            } else {
-                let sums = plus(&two, &sums);
-                if i & 4 == 0 {
-                    four = sums;
-                } else {
-                    return plus(&four, &sums);
-                }
+            if i == 3 {
+                return plus(&two, &sums);
             }
+            two = sums;
         }
         i += 1;
     }
@@ -234,51 +257,91 @@ struct Near {
     score: Shared<f32>,
 }
 
-/// Starts the copies of the queries of heads `head0..head0 + HEADS`, head `4 a + b` to row `a + 4 b`: what
-/// lanes read together is neighbouring.
+/// Starts the copies of half of the columns of the queries of heads `head0..head0 + HEADS`, head `4 a + b` to
+/// row `a + 4 b`: what lanes read together is neighbouring.
 ///
 /// # Safety
 /// As the kernels'.
 #[inline(always)]
-unsafe fn fetch_queries(args: &AttentionArgs, near: Near, token: u32, head0: u32) {
+unsafe fn fetch_queries(args: &AttentionArgs, near: Near, token: u32, head0: u32, odd: u32) {
+    const N: usize = (HEADS / WARPS) as usize;
     // SAFETY: the caller's: live views, as long as the arguments say.
     let q = unsafe { Global::<f32>::new(args.q) };
     let width = args.latent + args.rope;
-    let warp = warp::warp_id();
-    const N: usize = (HEADS / WARPS) as usize;
     let (mut at, mut rows) = ([0; N], [q; N]);
     unroll!(j < N, {
-        let h = warp + WARPS * j as u32;
+        let h = warp::warp_id() + WARPS * j as u32;
         let head = (head0 + h).min(args.heads - 1);
         at[j] = (CHUNK + h / 4 + h % 4 * 4) * stride(width);
         rows[j] = q.at((token * args.q_stride + head * width) as u64);
     });
-    f32::fetch(near.rows, at, rows, width);
-    cp_async_commit();
+    f32::fetch(near.rows, at, rows, width, odd);
 }
 
-/// Quarters of dot products, by warps; `n` positions.
+/// Starts the copies of half of the columns of the rows of `n` positions, and of others up to whole
+/// [`POSITIONS`], which are multiplied though not summed.
+#[inline(always)]
+fn fetch_rows<E: Stored>(
+    near: Near,
+    cache: Global<E>,
+    width: u32,
+    n: u32,
+    position: Shared<u32>,
+    odd: u32,
+) {
+    const N: usize = (POSITIONS / WARPS) as usize;
+    let mut first = 0;
+    while first < n {
+        let (mut at, mut rows) = ([0; N], [cache; N]);
+        unroll!(j < N, {
+            let i = first + warp::warp_id() + WARPS * j as u32;
+            at[j] = i * stride(width);
+            rows[j] = cache.at(position.load(i.min(n - 1)) as u64 * width as u64);
+        });
+        E::fetch(near.rows, at, rows, width, odd);
+        first += POSITIONS;
+    }
+}
+
+/// Quarters of dot products, by warps; `n` positions. What both halves of the columns need has been copied or
+/// is on its way in two groups.
 #[inline(always)]
 fn scores(near: Near, width: u32, n: u32) {
     let (lane, warp) = (warp::lane_id(), warp::warp_id());
     let (quarter, first) = (warp % QUARTERS, warp / QUARTERS * POSITIONS);
-    if first >= n {
-        return;
-    }
     let i = lane >> 1 & 7;
     let h = lane & 1 | lane >> 4 << 1;
     let stride = stride(width);
-    let (mut queries, mut rows) = ([0; T], [0; T]);
+    let mut mine = Mine {
+        queries: [near.rows; T],
+        rows: [near.rows; T],
+    };
     unroll!(j < T, {
-        queries[j] = (CHUNK + h + 4 * j as u32) * stride;
-        rows[j] = (first + i + 8 * j as u32) * stride;
+        mine.queries[j] = near.rows.at((CHUNK + h + 4 * j as u32) * stride);
+        mine.rows[j] = near.rows.at((first + i + 8 * j as u32) * stride);
     });
-    let sums = dots(near.rows, &queries, &rows, width, quarter);
-    unroll!(j < T, {
-        let at = (quarter * CHUNK + first + i + 8 * j as u32) * PAD + 4 * h;
-        let of = [sums[0][j], sums[1][j], sums[2][j], sums[3][j]];
-        near.parts.store_v4(at, of.map(f32::to_bits));
-    });
+    let mut sums = [[0.0; T]; T];
+    let mut odd = 0;
+    while odd < 2 {
+        if odd == 0 {
+            cp_async_wait::<1>();
+        } else {
+            cp_async_wait::<0>();
+        }
+        thread::sync_threads();
+        if first < n {
+            let half = dots(&mine, width, quarter, odd);
+            sums = if odd == 0 { half } else { plus(&sums, &half) };
+        }
+        odd += 1;
+    }
+    if first < n {
+        unroll!(j < T, {
+            let at = (quarter * CHUNK + first + i + 8 * j as u32) * PAD + 4 * h;
+            let of = [sums[0][j], sums[1][j], sums[2][j], sums[3][j]];
+            near.parts.store_v4(at, of.map(f32::to_bits));
+        });
+    }
 }
 
 /// Probabilities of a warp's two heads; stores their softmax states.
@@ -402,30 +465,25 @@ unsafe fn chunk_of<E: Stored>(args: AttentionArgs) {
     };
     let mut head0 = thread::block_idx_y() * HEADS;
     // SAFETY: the caller's.
-    unsafe {
-        fetch_queries(&args, near, token, head0);
-        listed(&args, token, n, position);
-    }
+    unsafe { listed(&args, token, n, position) };
     thread::sync_threads();
-    const N: usize = (CHUNK / WARPS) as usize;
-    let (mut at, mut rows) = ([0; N], [cache; N]);
-    unroll!(j < N, {
-        let i = warp::warp_id() + WARPS * j as u32;
-        at[j] = i * stride;
-        rows[j] = cache.at(position.load(i.min(n - 1)) as u64 * width as u64);
+    unroll!(odd < 2, {
+        // SAFETY: the caller's.
+        unsafe { fetch_queries(&args, near, token, head0, odd as u32) };
+        fetch_rows(near, cache, width, n, position, odd as u32);
+        cp_async_commit();
     });
-    E::fetch(near.rows, at, rows, width);
-    cp_async_commit();
     while head0 < args.heads {
-        cp_async_wait::<0>();
-        thread::sync_threads();
         scores(near, width, n);
         thread::sync_threads();
         let next = head0 + thread::grid_dim_y() * HEADS;
-        // SAFETY: the caller's; nobody reads queries from one of these barriers to the next.
+        // SAFETY: the caller's; nobody reads queries up to the next barrier in `scores`.
         unsafe {
             if next < args.heads {
-                fetch_queries(&args, near, token, next);
+                unroll!(odd < 2, {
+                    fetch_queries(&args, near, token, next, odd as u32);
+                    cp_async_commit();
+                });
             }
             probabilities(&args, near, token, head0, n);
             thread::sync_threads();

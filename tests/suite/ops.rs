@@ -187,7 +187,7 @@ const MLAS: [Mla; 4] = [
         scaling: 0.2,
     },
     Mla {
-        heads: 9,
+        heads: 7,
         nope: 48,
         rope: 64,
         value: 64,
@@ -283,9 +283,9 @@ pub fn attention<B: LoadExperts>(b: &B) {
     }
 }
 
-/// So many tokens that chunks' rows lie in shared memory for all heads, also on a device of 132
-/// multiprocessors: heads in rounds of 16, side by side or (256 columns) one behind the other, the last of one
-/// head; columns that are no multiple of what a warp's lanes have; more than are summed at once.
+/// So many tokens or chunks that blocks have many heads, also on a device of 132 multiprocessors: rounds of 16
+/// heads side by side or (256 columns) one behind the other, the last of one head; columns that are no
+/// multiple of what a warp's lanes have; more than are summed at once.
 pub fn attention_many<B: LoadExperts>(b: &B) {
     let mut rng = Rng::fresh();
     let of = |heads, latent, rope| Mla {
@@ -297,13 +297,14 @@ pub fn attention_many<B: LoadExperts>(b: &B) {
         scaling: 0.06,
     };
     for (mla, first, tokens, top_ks) in [
-        (of(64, 512, 64), 0, 33, &[][..]),
-        (of(64, 512, 64), 60, 17, &[77]),
-        (of(64, 512, 64), 130, 11, &[140]),
-        (of(17, 512, 64), 0, 67, &[50]),
+        (of(64, 512, 64), 0, 17, &[][..]),
+        (of(64, 512, 64), 60, 9, &[77]),
+        (of(64, 512, 64), 130, 6, &[140]),
+        (of(64, 512, 64), 1093, 1, &[1090]),
+        (of(17, 512, 64), 0, 34, &[50]),
         (of(17, 256, 8), 0, 176, &[]),
-        (of(40, 300, 84), 0, 45, &[]),
-        (of(33, 600, 8), 0, 45, &[33]),
+        (of(40, 300, 84), 0, 23, &[]),
+        (of(33, 600, 8), 0, 23, &[18]),
     ] {
         attention_of(b, &mut rng, mla, &[(first, tokens, true)], top_ks);
     }

@@ -10,9 +10,6 @@ pub const SCRATCH: usize = 128 << 20;
 /// Tokens up to which dense layers are bound by memory.
 const FEW: u32 = 8;
 
-/// Tokens up to which attention takes four heads a block, so that there are many blocks.
-const MANY: u32 = 4;
-
 /// Rows and tokens of a warp, and launch, of a dense layer of `rows` rows for `tokens` tokens, in
 /// `batches`.
 ///
@@ -52,9 +49,9 @@ pub fn linear(
 /// Grid, and whether the kernel for many tokens takes it, of attention to `chunks` chunks a token for `tokens`
 /// tokens; `vector` as `AttentionArgs` has it.
 ///
-/// A block of [`gpu::attention_many`] has 16 heads or more and a multiprocessor to itself. It is for more than
-/// four tokens that give each multiprocessor a block, where there is the shared memory and half of its heads
-/// and columns are used. A block takes as many heads as leave each multiprocessor four blocks.
+/// A block of [`gpu::attention_many`] has 16 heads or more and a multiprocessor to itself. It is for what gives
+/// half of the multiprocessors a block, where there is the shared memory and half of its heads and columns are
+/// used. A block takes as many heads as leave each multiprocessor four blocks.
 pub fn attention(
     limits: &DeviceLimits,
     mla: &Mla,
@@ -73,7 +70,7 @@ pub fn attention(
     let used = heads > HEADS / 2 && latent >= SUM_COLUMNS / 2;
     let tiles = heads.div_ceil(HEADS);
     let blocks = tokens.saturating_mul(chunks).max(1);
-    if !(fits && used && tokens > MANY && blocks.saturating_mul(tiles) >= limits.sms) {
+    if !(fits && used && blocks.saturating_mul(2 * tiles) >= limits.sms) {
         let tiles = heads.div_ceil(gpu::attention::HEADS);
         return (false, [chunks, tiles, tokens]);
     }
@@ -134,11 +131,11 @@ mod tests {
             scaling: 1.0,
         };
         let of = |mla: &Mla, chunks, tokens| attention(&H200, mla, chunks, tokens, true);
-        assert_eq!(of(&mla, 32, 1), (false, [32, 16, 1]));
-        assert_eq!(of(&mla, 32, 4), (false, [32, 16, 4]));
-        assert_eq!(of(&mla, 1, 32), (false, [1, 16, 32]));
-        assert_eq!(of(&mla, 1, 33), (true, [1, 4, 33]));
-        assert_eq!(of(&mla, 32, 5), (true, [32, 4, 5]));
+        assert_eq!(of(&mla, 16, 1), (false, [16, 16, 1]));
+        assert_eq!(of(&mla, 1, 16), (false, [1, 16, 16]));
+        assert_eq!(of(&mla, 17, 1), (true, [17, 4, 1]));
+        assert_eq!(of(&mla, 32, 1), (true, [32, 4, 1]));
+        assert_eq!(of(&mla, 1, 17), (true, [1, 4, 17]));
         assert_eq!(of(&mla, 32, 8), (true, [32, 3, 8]));
         assert_eq!(of(&mla, 32, 64), (true, [32, 1, 64]));
         assert!(!attention(&H200, &mla, 32, 64, false).0);

@@ -125,9 +125,9 @@ kernels! {
     AttentionChunk = attention::attention_chunk(AttentionArgs);
     /// The same over cache rows of bf16.
     AttentionChunkBf16 = attention::attention_chunk_bf16(AttentionArgs);
-    /// Attention to one chunk of positions, for many tokens.
+    /// The same in blocks of many heads.
     AttentionChunkMany = attention_many::attention_chunk_many(AttentionArgs);
-    /// The same over cache rows of bf16.
+    /// That over cache rows of bf16.
     AttentionChunkManyBf16 = attention_many::attention_chunk_many_bf16(AttentionArgs);
     /// Merge of attention's chunks.
     AttentionMerge = attention::attention_merge(AttentionArgs);
