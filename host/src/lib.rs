@@ -7,6 +7,7 @@ pub mod chat;
 pub mod cli;
 pub mod codec;
 pub mod convert;
+pub mod disk;
 pub mod engine;
 pub mod eval;
 pub mod expert;

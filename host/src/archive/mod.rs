@@ -475,31 +475,73 @@ impl Archive {
     /// A record, its checksum, structure, scales and padding checked. Its matrices' streams are
     /// checked by decoding them.
     pub fn record(&self, layer: u32, expert: usize) -> Result<Record<'_>, ArchiveError> {
+        let (range, i) = self.span(layer, expert)?;
+        let end = self.end_of(i) as usize;
+        self.padded(layer, expert, &self.map[range.start..end], by_all)
+    }
+
+    /// A record of bytes that go on to where the next one begins.
+    fn padded<'a>(
+        &'a self,
+        layer: u32,
+        expert: usize,
+        bytes: &'a [u8],
+        hash: fn(&[u8]) -> Digest,
+    ) -> Result<Record<'a>, ArchiveError> {
         let (range, _) = self.span(layer, expert)?;
-        let record = self.record_in(layer, expert, &self.map[range.clone()])?;
+        let (bytes, padding) = bytes.split_at(range.len().min(bytes.len()));
+        let record = self.hashed(layer, expert, bytes, hash)?;
         let c = self.check(Place::Record { layer, expert });
-        let end = range.end.next_multiple_of(1 << self.header.align_log2);
-        c.zero("padding after the record", &self.map[range.end..end])?;
+        c.zero("padding after the record", padding)?;
         Ok(record)
     }
 
-    /// The same of bytes that were read from the file in another way, without the padding behind
-    /// them.
+    /// Where the padding after an entry's record ends.
+    fn end_of(&self, i: usize) -> u64 {
+        let entry = self.entry(i);
+        // Within the map by `check_index`.
+        (u64_at(entry, 0) + u64_at(entry, 8)).next_multiple_of(1 << self.header.align_log2)
+    }
+
+    /// Takes pages out of the map, not out of the page cache.
+    fn let_go(&self, bytes: Range<usize>) {
+        #[cfg(unix)]
+        {
+            let advice = memmap2::UncheckedAdvice::DontNeed;
+            // SAFETY: the map is shared and read-only: what is taken out comes back from the file.
+            let done =
+                unsafe { (self.map).unchecked_advise_range(advice, bytes.start, bytes.len()) };
+            let _ = done; // else they go with the map
+        }
+        #[cfg(not(unix))]
+        let _ = bytes;
+    }
+
+    /// [`Archive::record`] of bytes that were read from the file in another way, without the padding
+    /// behind them.
     pub fn record_in<'a>(
         &'a self,
         layer: u32,
         expert: usize,
         bytes: &'a [u8],
     ) -> Result<Record<'a>, ArchiveError> {
+        self.hashed(layer, expert, bytes, by_all)
+    }
+
+    fn hashed<'a>(
+        &'a self,
+        layer: u32,
+        expert: usize,
+        bytes: &'a [u8],
+        hash: fn(&[u8]) -> Digest,
+    ) -> Result<Record<'a>, ArchiveError> {
         let (range, i) = self.span(layer, expert)?;
         let c = self.check(Place::Record { layer, expert });
         c.equal("length", range.len(), bytes.len())?;
-        let mut h = blake3::Hasher::new();
-        h.update_rayon(bytes);
         c.equal(
             "checksum",
             hex(&get::<16>(self.entry(i), 16)),
-            hex(&format::short(&h)),
+            hex(&hash(bytes)),
         )?;
         let tables = self.layer_tables[i / self.experts()];
         let mut at = 3 * MATRIX;
@@ -780,15 +822,7 @@ impl<'a> Record<'a> {
             Some(coded) => {
                 let mut out = vec![0; self.matrix(kind).packed_bytes()];
                 let done = coded.decode(Arm::best(), &mut out);
-                done.map_err(|source| ArchiveError::Codec {
-                    path: self.archive.path.clone(),
-                    place: Place::Matrix {
-                        layer: self.layer,
-                        expert: self.expert,
-                        kind,
-                    },
-                    source,
-                })?;
+                done.map_err(|e| self.undecodable(kind, e))?;
                 Cow::Owned(out)
             }
         };
@@ -796,6 +830,18 @@ impl<'a> Record<'a> {
             packed,
             scales: Cow::Owned(self.scales(kind)),
         })
+    }
+
+    fn undecodable(&self, kind: MatrixKind, source: CodecError) -> ArchiveError {
+        ArchiveError::Codec {
+            path: self.archive.path.clone(),
+            place: Place::Matrix {
+                layer: self.layer,
+                expert: self.expert,
+                kind,
+            },
+            source,
+        }
     }
 
     /// Decodes all three.
@@ -840,6 +886,13 @@ impl<'a> LayerRecords<'a> {
 pub fn checksum(bytes: &[u8]) -> Digest {
     let mut h = blake3::Hasher::new();
     h.update(bytes);
+    format::short(&h)
+}
+
+/// The same, by all processors.
+fn by_all(bytes: &[u8]) -> Digest {
+    let mut h = blake3::Hasher::new();
+    h.update_rayon(bytes);
     format::short(&h)
 }
 

@@ -14,8 +14,8 @@ use bytemuck::Pod;
 use std::sync::Arc;
 
 use crate::archive::{Archive, LayerRecords, Record};
+use crate::disk::reader::DirectFile;
 use crate::expert::{ExpertShape, Form, RawMatrix};
-use crate::placement::reader::DirectFile;
 use crate::placement::{Tier, Used};
 use split::Parts;
 

@@ -10,12 +10,12 @@ use serde::{Deserialize, Serialize};
 
 use super::cost::{Line, Rates};
 use super::memory::DensePart;
-use super::reader::{Aligned, BLOCK, DirectFile};
 use crate::archive::{Archive, ArchiveError, Record};
 use crate::backend::cpu::{Cpu, CpuError};
 use crate::backend::kernels::{Device, DeviceError, KernelBackend, KernelError};
 use crate::backend::{Backend, LayerExperts, LoadExperts, Weight, rows, rows_mut};
 use crate::bench::synth::Rng;
+use crate::disk::reader::{Aligned, BLOCK, DirectFile};
 use crate::expert::{Form, MatrixKind};
 use crate::files;
 use crate::interrupt;

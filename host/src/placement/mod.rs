@@ -6,11 +6,7 @@ pub mod cost;
 pub mod memory;
 pub mod planner;
 pub mod profile;
-pub mod reader;
-pub mod reads;
 pub mod request;
-#[cfg(target_os = "linux")]
-mod ring;
 pub mod spread;
 
 pub use cost::{LayerTime, Line, Rates};

@@ -24,8 +24,8 @@ use crate::archive::checksum;
 use crate::backend::kernels::device::{ALIGNMENT, Device, DeviceMemory};
 use crate::backend::kernels::ops::{KernelBackend, KernelError, Result};
 use crate::backend::{Repin, TieredLayer};
+use crate::disk::reader::{Aligned, DirectFile};
 use crate::placement::Tier;
-use crate::placement::reader::{Aligned, DirectFile};
 
 /// Tokens after which a selection counts half.
 const HALF_LIFE: f32 = 512.0;

@@ -25,9 +25,9 @@ use crate::backend::kernels::ops::{Buffer, KernelBackend, KernelError, Result, i
 use crate::backend::split::Part;
 use crate::backend::{Backend, LayerExperts, LoadExperts, Rows, RowsMut, TieredLayer};
 use crate::backend::{rows, rows_mut};
+use crate::disk::reader::{BLOCK, DirectFile};
+use crate::disk::reads::{Read, Reads, Way};
 use crate::expert::{ExpertShape, Form, MatrixKind, RawMatrix};
-use crate::placement::reader::{BLOCK, DirectFile};
-use crate::placement::reads::{Read, Reads, Way};
 use crate::placement::{TIERS, Tier, Used};
 
 use super::Experts;

@@ -230,7 +230,7 @@ fn by_threads<R: DerefMut<Target = [u8]> + Send>(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::placement::reader::{Aligned, BLOCK};
+    use crate::disk::reader::{Aligned, BLOCK};
 
     /// Reads large and small, anywhere, of a file that is direct or buffered, by a ring and by threads.
     #[test]
