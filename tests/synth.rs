@@ -359,6 +359,13 @@ fn what_cannot_be_is_refused() {
     fails(&["--hot", "0.5", "--experts", "int4-g64"], "plane3");
     fails(&["--skew", "0.01:0.9"], "--skew 0.01:0.9: expected");
     fails(&["--tokenizer", "/nonexistent"], "give a tokenizer.json");
+    let broken = dir.path().join("broken.json");
+    fs::write(&broken, "{").unwrap();
+    fails(
+        &["--tokenizer", broken.to_str().unwrap()],
+        &format!("{}: file: expected a tokenizer, found ", broken.display()),
+    );
+    fs::remove_file(broken).unwrap();
     tiny(&to, &["--skew", "much"]).code(2);
     // Nothing is left behind.
     assert_eq!(fs::read_dir(&dir).unwrap().count(), 0);

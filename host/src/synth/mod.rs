@@ -206,7 +206,8 @@ pub fn synthesise(
     config.mtp = options.mtp;
     let config = config;
     // Refused here rather than after all is written.
-    crate::tokenizer::Tokenizer::read(dir, &config)?;
+    let read = crate::tokenizer::Tokenizer::read(dir, &config);
+    read.map_err(|e| of_given(e, options.tokenizer.as_deref()))?;
 
     let layers: Vec<u32> = config.sparse_layers().map(|l| l as u32).collect();
     let all = layers.len() * config.router.experts;
@@ -284,6 +285,28 @@ pub fn synthesise(
         archive: summary,
         covered: routing.covered,
     })
+}
+
+/// What is wrong with the copy of a file is wrong with the file.
+fn of_given(e: ModelError, given: Option<&Path>) -> ModelError {
+    match (e, given) {
+        (
+            ModelError::Field {
+                field,
+                expected,
+                found,
+                ..
+            },
+            Some(file),
+        ) => ModelError::field(
+            file,
+            field,
+            expected,
+            found,
+            "give a tokenizer.json that suits the shape (--tokenizer)",
+        ),
+        (e, _) => e,
+    }
 }
 
 /// What is wrong with an archive that goes with its directory.
