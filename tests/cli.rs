@@ -384,17 +384,18 @@ fn bad_models() {
         &["dense.safetensors", "convert it again"],
     );
     let dir = changed("experts.safetensors", &|f| fs::remove_file(f).unwrap());
+    let pack = |dir: &Path| format!("`host pack -m {}`", dir.display());
     refused(
         &mut generate(dir.path(), &PROMPT),
         1,
-        &["experts.safetensors", "host pack"],
+        &["experts.safetensors", "host convert", &pack(dir.path())],
     );
     let dir = changed("config.json", &|_| ());
     let ans = ["--tier", "ans"];
     refused(
         generate(dir.path(), &PROMPT).args(ans),
         1,
-        &["experts.ansx", "host pack"],
+        &["experts.ansx", &pack(dir.path())],
     );
 }
 
@@ -837,4 +838,62 @@ fn usage_of_another_model_is_refused() {
             .stderr(contains("layers of 16 experts"));
         assert_eq!(fs::read_to_string(&file).unwrap(), foreign);
     }
+}
+
+/// A terminal's two ends: what is written to the second comes out of the first.
+#[cfg(target_os = "linux")]
+fn terminal() -> (fs::File, fs::File) {
+    use std::os::fd::AsRawFd;
+    use std::os::unix::fs::OpenOptionsExt;
+    let mut options = fs::File::options();
+    options.read(true).write(true).custom_flags(libc::O_NOCTTY);
+    let ours = options.open("/dev/ptmx").unwrap();
+    let mut name = [0; 64];
+    // SAFETY: the descriptor is open, and the name has room for 64 bytes.
+    unsafe {
+        assert_eq!(libc::grantpt(ours.as_raw_fd()), 0);
+        assert_eq!(libc::unlockpt(ours.as_raw_fd()), 0);
+        let room = name.len();
+        assert_eq!(
+            libc::ptsname_r(ours.as_raw_fd(), name.as_mut_ptr(), room),
+            0
+        );
+    }
+    let name: Vec<u8> = name
+        .iter()
+        .take_while(|c| **c != 0)
+        .map(|c| *c as u8)
+        .collect();
+    let theirs = options.open(String::from_utf8(name).unwrap()).unwrap();
+    (ours, theirs)
+}
+
+/// An error behind text begins a line of its own where people see both; a file has the text alone.
+#[test]
+#[cfg(target_os = "linux")]
+fn an_error_behind_text_is_not_on_its_line() {
+    use std::io::Read;
+    let dir = tempfile::tempdir().unwrap();
+    let command = |stdout: std::process::Stdio| {
+        let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_host"));
+        command.args([
+            "generate", "--device", "cpu", "-n", "3", "--temp", "0", "-p", "We", "-m",
+        ]);
+        // The trace, which is written last, cannot be.
+        command.arg(sotu()).arg("--trace").arg(dir.path());
+        command.stdout(stdout).stderr(std::process::Stdio::piped());
+        command.spawn().unwrap().wait_with_output().unwrap()
+    };
+    let out = command(std::process::Stdio::piped());
+    assert_eq!(out.status.code(), Some(1));
+    let text = String::from_utf8(out.stdout).unwrap();
+    assert!(!text.is_empty() && !text.ends_with('\n'), "{text:?}");
+    let (mut ours, theirs) = terminal();
+    let out = command(theirs.into());
+    assert_eq!(out.status.code(), Some(1));
+    assert!(String::from_utf8_lossy(&out.stderr).contains("\nerror: "));
+    let mut seen = Vec::new();
+    // Nobody has the other end any more: an error after all that was written.
+    let _ = ours.read_to_end(&mut seen);
+    assert_eq!(String::from_utf8(seen).unwrap(), text + "\r\n");
 }

@@ -85,6 +85,7 @@ pub fn main() -> ExitCode {
         // Whoever read our output has had enough.
         Err(e) if is_broken_pipe(&e) => ExitCode::SUCCESS,
         Err(e) => {
+            ui::end_line();
             ui::note!("error: {}", message(&e));
             ExitCode::FAILURE
         }

@@ -1,17 +1,31 @@
 //! Standard output and progress.
 
-use std::io::{self, Write};
+use std::io::{self, IsTerminal, Write};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
+/// Whether what stdout got last ended within a line.
+static WITHIN_LINE: AtomicBool = AtomicBool::new(false);
+
 /// Writes to stdout at once; a closed pipe is an error that `cli::main` keeps quiet about.
 pub fn out(text: &str) -> io::Result<()> {
     let mut stdout = io::stdout().lock();
+    if !text.is_empty() {
+        WITHIN_LINE.store(!text.ends_with('\n'), Ordering::Relaxed);
+    }
     let written = stdout.write_all(text.as_bytes());
     written
         .and_then(|()| stdout.flush())
         .map_err(|e| io::Error::new(e.kind(), format!("standard output: {e}")))
+}
+
+/// Ends the line that stdout is in, where people see it together with stderr.
+pub fn end_line() {
+    if WITHIN_LINE.swap(false, Ordering::Relaxed) && io::stdout().is_terminal() {
+        let _ = out("\n"); // nothing more can be done about it here
+    }
 }
 
 /// Writes a line to stderr. Unlike `eprintln!` it does not panic where nobody can read it.

@@ -19,9 +19,9 @@ use super::mtp::{self, Mtp};
 use super::repin::Moving;
 use crate::archive::{Archive, ExpertSource, LOW_NIBBLES, LayerRecords, Record, expert_digest};
 use crate::backend::{LayerExperts, LoadExperts, Scoring, TieredLayer};
+use crate::disk::reader::DirectFile;
 use crate::expert::{ExpertShape, Form, ScaleKind, Tier};
 use crate::interrupt;
-use crate::placement::reader::DirectFile;
 use crate::placement::{self, Profile, Used};
 use crate::trace::Trace;
 
@@ -66,11 +66,14 @@ impl Source {
         }
         if !archive.exists() {
             let missing = std::io::Error::new(std::io::ErrorKind::NotFound, "no such file");
+            let pack = format!("`host pack -m {}`", dir.display());
             return Err(if raw {
-                ModelError::io(&archive, missing, "make it with `host pack -m DIR`")
+                ModelError::io(&archive, missing, format!("make it with {pack}"))
             } else {
-                let remedy = "a model directory has experts.safetensors (`host convert`) or \
-                              experts.ansx (`host pack`)";
+                let remedy = format!(
+                    "a model directory has experts.safetensors (`host convert`), or experts.ansx, which \
+                     {pack} makes of it"
+                );
                 ModelError::io(&dir.join(EXPERTS_FILE), missing, remedy)
             });
         }
