@@ -163,6 +163,44 @@ fn only_the_device_that_is_short_gets_less() {
 }
 
 /// A model for GPUs: dense part 0.8 GB, experts 1.8 GB, of which the file has 4 of a layer.
+struct OnCuda {
+    dir: tempfile::TempDir,
+    options: Options,
+    /// More tokens an expert than the fused kernels take, so that experts are decoded to scratch.
+    ids: Vec<u32>,
+}
+
+const ON_CUDA: usize = 8 * 64;
+
+impl OnCuda {
+    fn new() -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        for_cuda(&dir.path().join("model"));
+        let options = Options {
+            device: engine::Device::Cuda,
+            positions: 320,
+            ..options()
+        };
+        let ids = (0..300).map(|i| i * 97 + 11).collect();
+        Self { dir, options, ids }
+    }
+
+    /// On these GPUs, by a plan that believes in `vram` bytes of each.
+    fn open(&self, ordinals: &[u32], vram: u64) -> Box<dyn Engine> {
+        let dir = self.dir.path();
+        let request = Request {
+            positions: 320,
+            tiers: Some(vec![Tier::VramAns, Tier::RamAns]),
+            ..request(dir, vram, 8 << 30)
+        };
+        let devices = ordinals
+            .iter()
+            .map(|n| (CudaDevice::new(*n).unwrap(), 32 << 30));
+        let (devices, model) = (devices.collect(), dir.join("model"));
+        engine::open_placed(devices, &model, &self.options, &request, &mut |_, _| ()).unwrap()
+    }
+}
+
 fn for_cuda(model: &Path) {
     let synthetic = synth::Options {
         shape: Shape::Glm47Flash,
@@ -187,33 +225,17 @@ fn for_cuda(model: &Path) {
 fn refused_allocations_on_cuda() {
     let Some(_gpu) = gpu() else { return };
     let device = CudaDevice::new(0).unwrap();
-    let dir = tempfile::tempdir().unwrap();
-    let model = dir.path().join("model");
-    for_cuda(&model);
-    let options = Options {
-        device: engine::Device::Cuda,
-        positions: 320,
-        ..options()
-    };
-    // The plan believes in memory that is not there.
-    let request = Request {
-        positions: 320,
-        tiers: Some(vec![Tier::VramAns, Tier::RamAns]),
-        ..request(dir.path(), 16 << 30, 8 << 30)
-    };
-    let open = || {
-        let devices = vec![(CudaDevice::new(0).unwrap(), 32 << 30)];
-        engine::open_placed(devices, &model, &options, &request, &mut |_, _| ()).unwrap()
-    };
-    // More tokens an expert than the fused kernels take, so that experts are decoded to scratch.
-    let ids: Vec<u32> = (0..300).map(|i| i * 97 + 11).collect();
+    let set = OnCuda::new();
+    // Memory that is not there.
+    let open = || set.open(&[0], 16 << 30);
+    let ids = &set.ids;
     let free = || device.free_bytes().unwrap();
     let before = free();
     let mut engine = open();
     let used = before - free();
     let all = inside(engine.as_ref());
-    assert_eq!(all, 8 * 64);
-    let expected = logits(engine.as_mut(), &ids).unwrap();
+    assert_eq!(all, ON_CUDA);
+    let expected = logits(engine.as_mut(), ids).unwrap();
     drop(engine);
     assert!(used > 2 << 30, "{used} bytes used");
     let most = free() - (used - (64 << 20));
@@ -233,7 +255,7 @@ fn refused_allocations_on_cuda() {
             Err(e) => panic!("{e}"),
         }
     }
-    assert!(logits(engine.as_mut(), &ids).unwrap() == expected);
+    assert!(logits(engine.as_mut(), ids).unwrap() == expected);
     let running = inside(engine.as_ref());
     println!("{all} experts in device memory, {loaded} loaded, {running} left by the prompt");
     assert!(running < loaded, "{}", engine.placement());
@@ -249,33 +271,18 @@ fn one_of_two_devices_is_refused_on_cuda() {
         eprintln!("SKIPPED: there are no two GPUs here");
         return;
     };
-    let dir = tempfile::tempdir().unwrap();
-    let model = dir.path().join("model");
-    for_cuda(&model);
-    let options = Options {
-        device: engine::Device::Cuda,
-        positions: 320,
-        ..options()
-    };
-    let request = Request {
-        positions: 320,
-        tiers: Some(vec![Tier::VramAns, Tier::RamAns]),
-        // Beside the dense part not for all experts.
-        ..request(dir.path(), 1_900 << 20, 8 << 30)
-    };
-    let open = || {
-        let devices = [0, 1].map(|n| (CudaDevice::new(n).unwrap(), 32 << 30));
-        engine::open_placed(devices.into(), &model, &options, &request, &mut |_, _| ()).unwrap()
-    };
-    let ids: Vec<u32> = (0..300).map(|i| i * 97 + 11).collect();
+    let set = OnCuda::new();
+    // Beside the dense part not for all experts.
+    let open = || set.open(&[0, 1], 1_900 << 20);
+    let ids = &set.ids;
     let free = || [&first, &second].map(|d| d.free_bytes().unwrap());
     let before = free();
     let mut engine = open();
     let used: Vec<u64> = (before.iter().zip(free())).map(|(b, f)| b - f).collect();
     let all = inside(engine.as_ref());
-    assert_eq!(all, 8 * 64);
+    assert_eq!(all, ON_CUDA);
     let whole = engine.placement().to_string();
-    let expected = logits(engine.as_mut(), &ids).unwrap();
+    let expected = logits(engine.as_mut(), ids).unwrap();
     drop(engine);
     println!("{used:?} bytes used; {whole}");
     assert!(used[1] > 256 << 20, "{used:?}");
@@ -285,6 +292,6 @@ fn one_of_two_devices_is_refused_on_cuda() {
     let smaller = engine.placement().to_string();
     println!("{most} bytes of the second taken; {smaller}");
     assert_ne!(whole, smaller);
-    assert!(logits(engine.as_mut(), &ids).unwrap() == expected);
+    assert!(logits(engine.as_mut(), ids).unwrap() == expected);
     drop(taken);
 }
