@@ -11,10 +11,10 @@
 //!    its 64 probabilities are partial sums 0..64, so that the butterfly's distances 16 and 8 add
 //!    zeros, 4 adds the two halves of the warp's registers, and 2 and 1 are lanes 16 and 8 apart.
 //!    Sum: a thread takes columns.
-//! 3. [`attention_merge()`] merges the chunks, a thread four columns or one; eight chunks' are loaded at once.
-//! 4. Rows of bf16 ([`attention_chunk_bf16()`]) are widened as they are loaded; a thread takes two
+//! 3. Rows of bf16 ([`attention_chunk_bf16()`]) are widened as they are loaded; a thread takes two
 //!    neighbouring columns of the sum then, one word.
 //!
+//! [`mod@crate::attention_merge`] merges the chunks.
 //! [`mod@crate::attention_many`] does the same where blocks of more heads are enough of them.
 //!
 //! Chunks past a token's count do nothing; the scratch of their partial results is not read.
@@ -24,7 +24,7 @@ use cuda_std::mem::{Global, GlobalMut, Slice};
 use cuda_std::shared::Shared;
 use cuda_std::{kernel, shared_array, thread, warp};
 
-use crate::arith::{ATTENTION_CHUNK, bf16, exp, fma, max, merge};
+use crate::arith::{ATTENTION_CHUNK, bf16, exp, fma, max};
 use crate::dot::{STEP, fma8, load8, octet, warp_reduce};
 use crate::position::position;
 use crate::unroll;
@@ -35,15 +35,12 @@ pub const THREADS: u32 = 256;
 /// Heads of a block of [`attention_chunk()`].
 pub const HEADS: u32 = 4;
 
-/// Chunks that a thread loads at once to merge them.
-const AHEAD: usize = 8;
-
 const H: usize = HEADS as usize;
 const CHUNK: u32 = ATTENTION_CHUNK as u32;
 
 /// Arguments of [`attention_chunk()`] and [`attention_chunk_bf16()`] (grid
-/// `[chunks, ceil(heads / 4), tokens]`) and of [`attention_merge()`] (grid `[heads, tokens, 1]`); 256
-/// threads.
+/// `[chunks, ceil(heads / 4), tokens]`, 256 threads), of [`mod@crate::attention_many`] and
+/// [`mod@crate::attention_merge`].
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
 pub struct AttentionArgs {
@@ -357,89 +354,4 @@ pub unsafe fn attention_chunk_bf16(args: AttentionArgs) {
     let score = shared_array![f32; 256];
     // SAFETY: the caller's.
     unsafe { chunk_of::<u16>(args, position, score) }
-}
-
-/// Elements `c..c + N` of a row of partial sums; with `N` 4 rows start at multiples of 16 bytes.
-#[inline(always)]
-fn columns<const N: usize>(row: Global<f32>, c: u32) -> [f32; N] {
-    let mut v = [0.0; N];
-    if N == 4 {
-        let words = row.load_v4(c);
-        unroll!(i < 4, {
-            if i < N {
-                v[i] = f32::from_bits(words[i]);
-            }
-        });
-    } else {
-        unroll!(i < N, {
-            v[i] = row.load(c + i as u32);
-        });
-    }
-    v
-}
-
-/// # Safety
-/// As the kernels'. `N` is 1, or 4 where `latent` is a multiple of that.
-#[inline(always)]
-unsafe fn merge_of<const N: usize>(args: AttentionArgs) {
-    // SAFETY: the caller's: live views, as long as the arguments say.
-    let (softmax, partial, out) = unsafe {
-        (
-            Global::<f32>::new(args.softmax),
-            Global::<f32>::new(args.partial),
-            GlobalMut::<f32>::new(args.out),
-        )
-    };
-    let (head, token) = (thread::block_idx_x(), thread::block_idx_y());
-    let chunks = count(&args, token).div_ceil(CHUNK);
-    let row0 = (token * args.heads + head) * args.chunks;
-    let state = |row: u32| softmax.load_v2(2 * row).map(f32::from_bits);
-    let sums = |row: u32, c: u32| columns::<N>(partial.at(row as u64 * args.latent as u64), c);
-    let mut c = N as u32 * thread::thread_idx_x();
-    while c < args.latent {
-        let [mut m, mut l] = state(row0);
-        let mut o = sums(row0, c);
-        let mut row = row0 + 1;
-        while row < row0 + chunks {
-            let (mut states, mut news) = ([[0.0f32; 2]; AHEAD], [[0.0f32; N]; AHEAD]);
-            unroll!(j < AHEAD, {
-                let row = (row + j as u32).min(row0 + chunks - 1);
-                states[j] = state(row);
-                news[j] = sums(row, c);
-            });
-            unroll!(j < AHEAD, {
-                let there = row + (j as u32) < row0 + chunks;
-                let f = merge(m, states[j][0]);
-                let sum = fma(l, f.old, states[j][1] * f.new);
-                m = if there { f.m } else { m };
-                l = if there { sum } else { l };
-                unroll!(i < N, {
-                    let sum = fma(o[i], f.old, news[j][i] * f.new);
-                    o[i] = if there { sum } else { o[i] };
-                });
-            });
-            row += AHEAD as u32;
-        }
-        let to = token * args.out_stride + head * args.latent + c;
-        unroll!(i < N, {
-            out.store(to + i as u32, o[i] / l);
-        });
-        c += N as u32 * THREADS;
-    }
-}
-
-/// Merges the chunks of a token and head.
-///
-/// # Safety
-/// The views must be live and as long as [`AttentionArgs`] says.
-#[kernel(threads = 256, min_blocks = 2)]
-pub unsafe fn attention_merge(args: AttentionArgs) {
-    // SAFETY: the caller's.
-    unsafe {
-        if args.latent.is_multiple_of(4) {
-            merge_of::<4>(args);
-        } else {
-            merge_of::<1>(args);
-        }
-    }
 }

@@ -22,7 +22,7 @@
 //!    that they are there at once.) The next heads' queries are copied during softmax and sum.
 //!
 //! Heads past the end repeat the last one and are not stored; positions past the end repeat the last one and
-//! are not summed. [`attention_merge`](crate::attention::attention_merge()) follows.
+//! are not summed. [`mod@crate::attention_merge`] follows.
 //!
 //! Limits: what [`AttentionArgs::vector`] says holds, `latent` is a multiple of 4, `latent + rope` at most
 //! [`WIDTH`], and the block has [`shared_bytes`] of dynamic shared memory: 206 KiB at 576 columns.

@@ -22,6 +22,7 @@ pub mod add;
 pub mod arith;
 pub mod attention;
 pub mod attention_many;
+pub mod attention_merge;
 pub mod coded;
 pub mod coded_jobs;
 pub mod coded_ops;

@@ -281,6 +281,16 @@ pub fn attention<B: LoadExperts>(b: &B) {
             &[1, 16, 64, 65, 150],
         );
     }
+    // Chunks whose factors are computed 32 at a time, and one more than that.
+    for (heads, latent, rope, first, tokens) in [(3, 12, 4, 4200, 2), (2, 7, 2, 2111, 1)] {
+        let mla = Mla {
+            heads,
+            rope,
+            latent,
+            ..MLAS[0]
+        };
+        attention_of(b, &mut rng, mla, &[(first, tokens, true)], &[2050]);
+    }
 }
 
 /// So many tokens or chunks that blocks have many heads, also on a device of 132 multiprocessors: rounds of 16

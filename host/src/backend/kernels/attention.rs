@@ -104,7 +104,6 @@ impl<D: Device> KernelBackend<D> {
             let (n, heads) = (n as u32, args.heads);
             let limits = self.device().limits();
             let (many, grid) = plan::attention(limits, mla, args.chunks, n, vector);
-            let threads = gpu::attention::THREADS;
             if many {
                 use gpu::attention_many::{THREADS, shared_bytes};
                 let shared = shared_bytes(args.latent + args.rope);
@@ -115,14 +114,15 @@ impl<D: Device> KernelBackend<D> {
                     self.launch::<AttentionChunkMany>(launch, args)?;
                 }
             } else {
-                let launch = Launch::new(grid, threads);
+                let launch = Launch::new(grid, gpu::attention::THREADS);
                 if bf16 {
                     self.launch::<AttentionChunkBf16>(launch, args)?;
                 } else {
                     self.launch::<AttentionChunk>(launch, args)?;
                 }
             }
-            self.launch::<AttentionMerge>(Launch::new([heads, n, 1], threads), args)?;
+            let merge = Launch::new([heads, n, 1], gpu::attention_merge::THREADS);
+            self.launch::<AttentionMerge>(merge, args)?;
         }
         Ok(())
     }

@@ -130,7 +130,7 @@ kernels! {
     /// That over cache rows of bf16.
     AttentionChunkManyBf16 = attention_many::attention_chunk_many_bf16(AttentionArgs);
     /// Merge of attention's chunks.
-    AttentionMerge = attention::attention_merge(AttentionArgs);
+    AttentionMerge = attention_merge::attention_merge(AttentionArgs);
     /// The indexer's scores.
     IndexScores = index::index_scores(IndexArgs);
     /// The same for heads of 128 columns.
