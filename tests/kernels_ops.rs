@@ -14,6 +14,18 @@ suite! {
     cuda = crate::suite::cuda();
 }
 
+/// Blocks have as many heads as there are multiprocessors for: those of an H200.
+#[test]
+fn emulator_of_132_multiprocessors_attends() {
+    let limits = DeviceLimits {
+        sms: 132,
+        ..EmulatedDevice::LIMITS
+    };
+    let backend = KernelBackend::new(EmulatedDevice::new(limits)).unwrap();
+    suite::ops::attention(&backend);
+    suite::ops::attention_many(&backend);
+}
+
 /// Streams that were changed after they were checked: an error when results are read, not numbers.
 fn damage_in_memory<B: LoadExperts>(make: impl Fn() -> B) {
     let mut rng = suite::Rng::fresh();

@@ -187,7 +187,7 @@ const MLAS: [Mla; 4] = [
         scaling: 0.2,
     },
     Mla {
-        heads: 7,
+        heads: 9,
         nope: 48,
         rope: 64,
         value: 64,
@@ -293,9 +293,9 @@ pub fn attention<B: LoadExperts>(b: &B) {
     }
 }
 
-/// So many tokens or chunks that blocks have many heads, also on a device of 132 multiprocessors: rounds of 16
-/// heads side by side or (256 columns) one behind the other, the last of one head; columns that are no
-/// multiple of what a warp's lanes have; more than are summed at once.
+/// So many tokens or chunks that blocks have 16 or eight heads, also on a device of 132 multiprocessors: rounds
+/// of 16 heads side by side or (256 columns) one behind the other, the last of one head; columns that are no
+/// multiple of what a warp's lanes have; more than are summed at once; eight heads.
 pub fn attention_many<B: LoadExperts>(b: &B) {
     let mut rng = Rng::fresh();
     let of = |heads, latent, rope| Mla {
@@ -315,6 +315,9 @@ pub fn attention_many<B: LoadExperts>(b: &B) {
         (of(17, 256, 8), 0, 176, &[]),
         (of(40, 300, 84), 0, 23, &[]),
         (of(33, 600, 8), 0, 23, &[18]),
+        (of(64, 512, 64), 300, 1, &[290]),
+        (of(7, 512, 64), 190, 9, &[150]),
+        (of(8, 128, 128), 0, 34, &[]),
     ] {
         attention_of(b, &mut rng, mla, &[(first, tokens, true)], top_ks);
     }

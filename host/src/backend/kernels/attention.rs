@@ -103,24 +103,23 @@ impl<D: Device> KernelBackend<D> {
             };
             let (n, heads) = (n as u32, args.heads);
             let limits = self.device().limits();
-            let (many, grid) = plan::attention(limits, mla, args.chunks, n, vector);
-            if many {
-                use gpu::attention_many::{THREADS, shared_bytes};
-                let shared = shared_bytes(args.latent + args.rope);
-                let launch = Launch::new(grid, THREADS).shared(shared);
-                if bf16 {
-                    self.launch::<AttentionChunkManyBf16>(launch, args)?;
-                } else {
-                    self.launch::<AttentionChunkMany>(launch, args)?;
+            let (at_once, launch) = plan::attention(limits, mla, args.chunks, n, vector);
+            match (at_once, bf16) {
+                (gpu::attention_many::HEADS, false) => {
+                    self.launch::<AttentionChunkMany>(launch, args)
                 }
-            } else {
-                let launch = Launch::new(grid, gpu::attention::THREADS);
-                if bf16 {
-                    self.launch::<AttentionChunkBf16>(launch, args)?;
-                } else {
-                    self.launch::<AttentionChunk>(launch, args)?;
+                (gpu::attention_many::HEADS, true) => {
+                    self.launch::<AttentionChunkManyBf16>(launch, args)
                 }
-            }
+                (gpu::attention_many::FEWER, false) => {
+                    self.launch::<AttentionChunkEight>(launch, args)
+                }
+                (gpu::attention_many::FEWER, true) => {
+                    self.launch::<AttentionChunkEightBf16>(launch, args)
+                }
+                (_, false) => self.launch::<AttentionChunk>(launch, args),
+                (_, true) => self.launch::<AttentionChunkBf16>(launch, args),
+            }?;
             let merge = Launch::new([heads, n, 1], gpu::attention_merge::THREADS);
             self.launch::<AttentionMerge>(merge, args)?;
         }

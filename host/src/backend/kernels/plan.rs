@@ -46,36 +46,44 @@ pub fn linear(
     (tile, Launch::new(grid, 32 * WARPS))
 }
 
-/// Grid, and whether the kernel for many tokens takes it, of attention to `chunks` chunks a token for `tokens`
-/// tokens; `vector` as `AttentionArgs` has it.
+/// Heads that a block takes at a time, and launch, of attention to `chunks` chunks a token for `tokens` tokens;
+/// `vector` as `AttentionArgs` has it.
 ///
-/// A block of [`gpu::attention_many`] has 16 heads or more and a multiprocessor to itself. It is for what gives
-/// half of the multiprocessors a block, where there is the shared memory and half of its heads and columns are
-/// used. A block takes as many heads as leave each multiprocessor four blocks.
+/// A block of [`gpu::attention_many`] has a multiprocessor to itself. It takes 16 heads at a time where half of
+/// the multiprocessors get a block then, and all heads, one after the other, that leave each multiprocessor
+/// four blocks; eight at a time where that gives a quarter of them a block. Without the shared memory for it,
+/// or where less than half of the heads or a quarter of the threads that sum would be used,
+/// [`gpu::attention`] takes four.
 pub fn attention(
     limits: &DeviceLimits,
     mla: &Mla,
     chunks: u32,
     tokens: u32,
     vector: bool,
-) -> (bool, [u32; 3]) {
-    use gpu::attention_many::{FIXED_BYTES, HEADS, SUM_COLUMNS, WIDTH, shared_bytes};
+) -> (u32, Launch) {
+    use gpu::attention_many::{
+        FEWER, FIXED_BYTES, HEADS, SUM_COLUMNS, THREADS, WIDTH, shared_bytes,
+    };
     const BLOCKS: u32 = 4;
     let (heads, latent) = (mla.heads as u32, mla.latent as u32);
     let width = latent + mla.rope as u32;
-    let fits = vector
-        && latent.is_multiple_of(4)
-        && width <= WIDTH
-        && shared_bytes(width) + FIXED_BYTES <= limits.shared_per_block;
-    let used = heads > HEADS / 2 && latent >= SUM_COLUMNS / 2;
-    let tiles = heads.div_ceil(HEADS);
     let blocks = tokens.saturating_mul(chunks).max(1);
-    if !(fits && used && blocks.saturating_mul(2 * tiles) >= limits.sms) {
-        let tiles = heads.div_ceil(gpu::attention::HEADS);
-        return (false, [chunks, tiles, tokens]);
+    for (at_once, share) in [(HEADS, 2), (FEWER, 4)] {
+        let fits = vector
+            && latent.is_multiple_of(4)
+            && width <= WIDTH
+            && shared_bytes(width, at_once) + FIXED_BYTES <= limits.shared_per_block;
+        let used = heads > at_once / 2 && latent >= SUM_COLUMNS / 4;
+        let tiles = heads.div_ceil(at_once);
+        if fits && used && blocks.saturating_mul(share * tiles) >= limits.sms {
+            let tiles = (BLOCKS * limits.sms).div_ceil(blocks).min(tiles);
+            let launch = Launch::new([chunks, tiles, tokens], THREADS);
+            return (at_once, launch.shared(shared_bytes(width, at_once)));
+        }
     }
-    let tiles = (BLOCKS * limits.sms).div_ceil(blocks).min(tiles);
-    (true, [chunks, tiles, tokens])
+    let tiles = heads.div_ceil(gpu::attention::HEADS);
+    let launch = Launch::new([chunks, tiles, tokens], gpu::attention::THREADS);
+    (gpu::attention::HEADS, launch)
 }
 
 /// Tokens of one launch whose scratch takes `bytes` bytes a token: at least one.
@@ -121,7 +129,7 @@ mod tests {
     }
 
     #[test]
-    fn attention_of_many_tokens_keeps_rows_in_shared_memory() {
+    fn attention_takes_as_many_heads_as_leave_blocks() {
         let mla = Mla {
             heads: 64,
             nope: 128,
@@ -130,24 +138,32 @@ mod tests {
             latent: 512,
             scaling: 1.0,
         };
-        let of = |mla: &Mla, chunks, tokens| attention(&H200, mla, chunks, tokens, true);
-        assert_eq!(of(&mla, 16, 1), (false, [16, 16, 1]));
-        assert_eq!(of(&mla, 1, 16), (false, [1, 16, 16]));
-        assert_eq!(of(&mla, 17, 1), (true, [17, 4, 1]));
-        assert_eq!(of(&mla, 32, 1), (true, [32, 4, 1]));
-        assert_eq!(of(&mla, 1, 17), (true, [1, 4, 17]));
-        assert_eq!(of(&mla, 32, 8), (true, [32, 3, 8]));
-        assert_eq!(of(&mla, 32, 64), (true, [32, 1, 64]));
-        assert!(!attention(&H200, &mla, 32, 64, false).0);
+        let of = |mla: &Mla, chunks, tokens| {
+            let (heads, launch) = attention(&H200, mla, chunks, tokens, true);
+            assert_eq!([launch.grid[0], launch.grid[2]], [chunks, tokens]);
+            (heads, launch.grid[1])
+        };
+        assert_eq!(of(&mla, 4, 1), (4, 16));
+        assert_eq!(of(&mla, 5, 1), (8, 8));
+        assert_eq!(of(&mla, 16, 1), (8, 8));
+        assert_eq!(of(&mla, 1, 16), (8, 8));
+        assert_eq!(of(&mla, 17, 1), (16, 4));
+        assert_eq!(of(&mla, 32, 1), (16, 4));
+        assert_eq!(of(&mla, 1, 17), (16, 4));
+        assert_eq!(of(&mla, 32, 8), (16, 3));
+        assert_eq!(of(&mla, 32, 64), (16, 1));
+        assert_eq!(attention(&H200, &mla, 32, 64, false).0, 4);
         let consumer = DeviceLimits {
             shared_per_block: 99 << 10,
             ..H200
         };
-        assert!(!attention(&consumer, &mla, 32, 64, true).0);
-        assert!(!of(&Mla { heads: 8, ..mla }, 32, 64).0);
-        assert!(!of(&Mla { latent: 128, ..mla }, 32, 64).0);
-        assert!(!of(&Mla { latent: 510, ..mla }, 32, 64).0);
-        assert!(!of(&Mla { latent: 704, ..mla }, 32, 64).0);
+        assert_eq!(attention(&consumer, &mla, 32, 64, true).0, 4);
+        assert_eq!(of(&Mla { heads: 8, ..mla }, 32, 64), (8, 1));
+        assert_eq!(of(&Mla { heads: 4, ..mla }, 32, 64), (4, 1));
+        assert_eq!(of(&Mla { latent: 128, ..mla }, 32, 64), (16, 1));
+        assert_eq!(of(&Mla { latent: 64, ..mla }, 32, 64), (4, 16));
+        assert_eq!(of(&Mla { latent: 510, ..mla }, 32, 64), (4, 16));
+        assert_eq!(of(&Mla { latent: 704, ..mla }, 32, 64), (4, 16));
     }
 
     #[test]

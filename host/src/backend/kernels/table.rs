@@ -129,6 +129,10 @@ kernels! {
     AttentionChunkMany = attention_many::attention_chunk_many(AttentionArgs);
     /// That over cache rows of bf16.
     AttentionChunkManyBf16 = attention_many::attention_chunk_many_bf16(AttentionArgs);
+    /// The same with eight heads at a time.
+    AttentionChunkEight = attention_many::attention_chunk_eight(AttentionArgs);
+    /// That over cache rows of bf16.
+    AttentionChunkEightBf16 = attention_many::attention_chunk_eight_bf16(AttentionArgs);
     /// Merge of attention's chunks.
     AttentionMerge = attention_merge::attention_merge(AttentionArgs);
     /// The indexer's scores.
