@@ -9,9 +9,10 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use super::reader::{Aligned, BLOCK, DirectFile};
 
-/// Threads that read, each a range at a time. A range of some pieces keeps a disk busy already; while one
-/// of them comes to its end others go on.
-const READERS: usize = 4;
+/// Threads that read, each a range at a time. A range of some pieces keeps a disk busy already, and while
+/// one of them comes to its end the other goes on. Where more share the disk, the first range comes later,
+/// and the last ones come all at once.
+const READERS: usize = 2;
 
 /// A range that waits for work.
 struct Ready<'a> {
@@ -41,7 +42,7 @@ pub struct Ahead<'a> {
 }
 
 /// Calls `work` with the number of each range and its bytes, on several threads at once, each of which has
-/// an `S` of its own. Memory: the longest range, once for each thread that reads or works.
+/// an `S` of its own. Memory: the longest range, once for each thread that works and a few times more.
 ///
 /// # Errors
 /// Where no thread can be started.
@@ -51,10 +52,11 @@ pub fn for_each<'a, S: Default>(
 ) -> io::Result<()> {
     let threads = ahead.threads.clamp(1, ahead.ranges.len().max(1));
     let readers = READERS.min(ahead.ranges.len());
-    let (ready, items) = sync_channel(threads);
+    let (ready, items) = sync_channel(readers + threads);
     // Buffers that are free; nothing: one that is still to be made.
     let (free, rooms) = channel();
-    for _ in 0..readers + threads {
+    // A range being read, and one that waits, for each that reads: else the disk waits for whoever works.
+    for _ in 0..2 * readers + threads {
         let _ = free.send(None); // the other end is held below
     }
     let (items, rooms) = (Arc::new(Mutex::new(items)), Mutex::new(rooms));
