@@ -110,7 +110,10 @@ pub enum EngineError {
         why: String,
     },
     /// Experts in tiers, where there is one place only.
-    #[error("--device {device} has one place for experts; budgets are for a GPU and an archive")]
+    #[error(
+        "--device {device} has one place for experts; budgets are for a GPU and an archive: \
+         `host doctor` says what is here"
+    )]
     NoTiers {
         /// Its name on the command line.
         device: &'static str,
