@@ -19,7 +19,7 @@ use host::convert::{MtpFormat, Options as Conversion, convert, int8, int8_scale}
 use host::engine::{self, Device, Options};
 use host::expert::{Form, ScaleKind, Tier};
 use host::generate::{FinishReason, Generated, Request, generate};
-use host::model::{Config, Model, Source, Wanted, mtp};
+use host::model::{BATCH, Config, Model, Source, Wanted, mtp};
 use host::placement::request::{self, Size};
 use host::sample::{Sampling, greedy};
 use predicates::str::contains;
@@ -192,6 +192,7 @@ fn options(device: Device, speculate: usize) -> Options {
         speculate,
         repin: 0,
         kv: KvFormat::F32,
+        batch: BATCH,
     }
 }
 
@@ -271,6 +272,7 @@ fn tokens_do_not_depend_on_drafts() {
 fn tokens_do_not_depend_on_drafts_in_bf16() {
     let narrow = |device, speculate| Options {
         kv: KvFormat::Bf16,
+        batch: BATCH,
         ..options(device, speculate)
     };
     for kind in [Kind::Guessing, Kind::Knowing] {

@@ -6,7 +6,7 @@ use anyhow::Context;
 use clap::{Args, Subcommand, ValueEnum};
 use gpu::layout::Folds;
 
-use super::generate::{KvArgs, moves};
+use super::generate::{SequenceArgs, batch, moves};
 use super::ui::{self, Progress};
 use crate::backend::KvFormat;
 use crate::backend::cpu::Cpu;
@@ -63,7 +63,7 @@ struct DecodeArgs {
     #[arg(long, value_name = "N,...", value_delimiter = ',', default_value = "0")]
     devices: Vec<u32>,
     /// A placement: vram=SIZE, ram=SIZE, tiers=TIER+TIER, tier=raw or ans, kernel=fused or unfused,
-    /// kv=f32 or bf16, devices=N+N, profile=FILE, rates=FILE, model=DIR, repin=N, with commas between;
+    /// kv=f32 or bf16, devices=N+N, profile=FILE, rates=FILE, model=DIR, batch=N, repin=N, with commas between;
     /// tier=raw within budgets is tiers=vram-hot+ram-raw
     #[arg(long, value_name = "PLACEMENT", default_value = "")]
     a: String,
@@ -75,7 +75,7 @@ struct DecodeArgs {
           hide_default_value = true, value_parser = moves)]
     repin: usize,
     #[command(flatten)]
-    kv: KvArgs,
+    sequence: SequenceArgs,
     #[arg(long, value_enum, default_value = "cuda")]
     device: DecodeDevice,
     /// Print one JSON object instead of the table
@@ -130,7 +130,8 @@ fn side(text: &str, args: &DecodeArgs) -> anyhow::Result<Side> {
             positions,
             speculate: 0,
             repin: args.repin,
-            kv: args.kv.format(),
+            kv: args.sequence.format(),
+            batch: args.sequence.batch,
         },
     };
     let mut given = Vec::new();
@@ -162,6 +163,7 @@ fn side(text: &str, args: &DecodeArgs) -> anyhow::Result<Side> {
             ("kernel", "fused") => side.options.form = Form::Fused,
             ("kernel", "unfused") => side.options.form = Form::Unfused,
             ("kv", "f32") => side.options.kv = KvFormat::F32,
+            ("batch", _) => side.options.batch = batch(value).map_err(|e| wrong(&e))?,
             ("kv", "bf16") => side.options.kv = KvFormat::Bf16,
             ("devices", _) => {
                 let numbers = value.split('+').map(str::parse).collect::<Result<_, _>>();
@@ -176,7 +178,7 @@ fn side(text: &str, args: &DecodeArgs) -> anyhow::Result<Side> {
             ("kv", _) => return Err(wrong("kv=f32 or kv=bf16")),
             _ => {
                 return Err(wrong(
-                    "vram, ram, tiers, tier, kernel, kv, devices, profile, rates, model or repin",
+                    "vram, ram, tiers, tier, kernel, kv, devices, profile, rates, model, batch or repin",
                 ));
             }
         }

@@ -16,7 +16,7 @@ use crate::engine::{self, Device, Engine, Options};
 use crate::expert::{Form, Tier};
 use crate::generate::{FinishReason, Generated, Request, generate};
 use crate::interrupt;
-use crate::model::{Config, ModelError};
+use crate::model::{BATCH, Config, ModelError};
 use crate::placement::request::read_profile;
 use crate::sample::Sampling;
 use crate::tokenizer::Tokenizer;
@@ -37,7 +37,7 @@ pub struct EngineArgs {
     #[arg(long, value_enum, default_value = "fused")]
     kernel: KernelArg,
     #[command(flatten)]
-    kv: KvArgs,
+    sequence: SequenceArgs,
     #[command(flatten)]
     budget: BudgetArgs,
     /// GPUs to spread experts over, by number; one given twice is two of them
@@ -61,12 +61,24 @@ pub(super) fn moves(text: &str) -> Result<usize, String> {
 const MOST_MOVES: usize = 64;
 
 #[derive(Args)]
-pub struct KvArgs {
+pub struct SequenceArgs {
     /// Numbers of the KV cache: as computed, or rounded to bf16, in half the memory; the indexer's keys
     /// stay f32
     #[arg(long, value_enum, value_name = "FORMAT", default_value = "f32")]
     kv: KvArg,
+    /// Tokens of a prompt that go through the model together: more are faster, and take memory
+    #[arg(long, value_name = "N", default_value_t = BATCH, value_parser = batch)]
+    pub batch: usize,
 }
+
+pub(super) fn batch(text: &str) -> Result<usize, String> {
+    match text.parse() {
+        Ok(n) if (1..=MOST_TOGETHER).contains(&n) => Ok(n),
+        _ => Err(format!("a number from 1 to {MOST_TOGETHER}")),
+    }
+}
+
+const MOST_TOGETHER: usize = 1 << 14;
 
 #[derive(Clone, Copy, ValueEnum)]
 enum KvArg {
@@ -74,7 +86,7 @@ enum KvArg {
     Bf16,
 }
 
-impl KvArgs {
+impl SequenceArgs {
     pub fn format(&self) -> KvFormat {
         match self.kv {
             KvArg::F32 => KvFormat::F32,
@@ -168,7 +180,8 @@ impl EngineArgs {
             devices: self.devices.clone(),
             placed: (self.budget.any()).then(|| self.budget.request(positions)),
             positions,
-            kv: self.kv.format(),
+            kv: self.sequence.format(),
+            batch: self.sequence.batch,
         };
         let mut progress = Progress::bytes("loading");
         let engine = engine::open(dir, options, |done, all| progress.set(done, all));

@@ -6,7 +6,7 @@ use anyhow::Context;
 use clap::{Args, ValueEnum};
 use serde_json::json;
 
-use super::generate::KvArgs;
+use super::generate::SequenceArgs;
 use super::ui;
 use crate::archive::Archive;
 use crate::backend::kernels::{CudaDevice, EmulatedDevice, KernelBackend};
@@ -75,7 +75,7 @@ pub struct PlanArgs {
     #[arg(short, long, value_name = "N")]
     ctx_size: Option<usize>,
     #[command(flatten)]
-    kv: KvArgs,
+    sequence: SequenceArgs,
     /// Devices to spread experts over, by number; one given twice is two of them
     #[arg(long, value_name = "N,...", value_delimiter = ',', default_value = "0")]
     devices: Vec<u32>,
@@ -103,7 +103,8 @@ pub fn run(args: PlanArgs) -> anyhow::Result<()> {
     interrupt::install();
     let dir = &args.model;
     let mut config = Config::read(dir)?;
-    config.kv = args.kv.format();
+    config.kv = args.sequence.format();
+    config.batch = args.sequence.batch;
     let file = dir.join(ARCHIVE_FILE);
     anyhow::ensure!(
         file.exists(),

@@ -57,6 +57,8 @@ pub struct Options {
     pub positions: usize,
     /// How it keeps them.
     pub kv: KvFormat,
+    /// Tokens of a prompt that go through the model together.
+    pub batch: usize,
     /// Tokens to draft at most; with any the model's layer for that is loaded.
     pub speculate: usize,
     /// Experts that may come to device memory between two tokens, at most; none moves without a plan.
@@ -68,6 +70,7 @@ impl Options {
     fn config(&self, dir: &Path) -> Result<Config, ModelError> {
         let mut config = Config::read(dir)?;
         config.kv = self.kv;
+        config.batch = self.batch;
         if self.speculate > 0 {
             mtp::want(dir, &mut config)?;
         }

@@ -8,7 +8,7 @@ use thiserror::Error;
 
 use crate::engine::{Engine, EngineError, check_finite};
 use crate::interrupt;
-use crate::model::{CHUNK, Config, Wanted};
+use crate::model::{Config, Wanted};
 use crate::sample::{Sampler, Sampling};
 
 /// What to generate.
@@ -196,8 +196,9 @@ pub fn generate(
     let start = Instant::now();
     let mut logits = Vec::new();
     let rest = &prompt[held..];
-    let batches = rest.len().div_ceil(CHUNK);
-    for (i, batch) in rest.chunks(CHUNK).enumerate() {
+    let at_once = engine.config().batch;
+    let batches = rest.len().div_ceil(at_once);
+    for (i, batch) in rest.chunks(at_once).enumerate() {
         if interrupt::requested() {
             out.finish_reason = FinishReason::Interrupted;
             out.prompt_time = start.elapsed();
@@ -209,7 +210,7 @@ pub fn generate(
             Wanted::None
         };
         logits = engine.forward(batch, wanted)?;
-        on_prompt(held + i * CHUNK + batch.len(), prompt.len());
+        on_prompt(held + i * at_once + batch.len(), prompt.len());
     }
     out.prompt_time = start.elapsed();
     let start = Instant::now();

@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 
 use serde_json::{Map, Value};
 
+use super::BATCH;
 use super::error::ModelError;
 use super::family;
 use super::family::qwen3_moe::Dimensions;
@@ -62,6 +63,8 @@ pub struct Config {
     pub mtp: bool,
     /// How caches are to be kept; no part of the file.
     pub kv: KvFormat,
+    /// Tokens of a prompt that go through the model together; no part of the file.
+    pub batch: usize,
     /// `eos_token_id`; none where generation never ends by itself.
     pub eos: Vec<u32>,
 }
@@ -206,6 +209,7 @@ pub(super) fn latent_config(o: &Object, family: LatentFamily) -> Result<Config, 
         nextn: family.nextn,
         mtp: false,
         kv: KvFormat::F32,
+        batch: BATCH,
         eos: o.ids("eos_token_id")?,
         mla,
         grouped: None,

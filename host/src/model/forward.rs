@@ -1,6 +1,6 @@
 //! The forward pass, once for all back ends.
 //!
-//! Tokens go through in batches of at most [`CHUNK`]; every operator computes each token alone, so
+//! Tokens go through in batches of at most [`Config::batch`](super::Config::batch); every operator computes each token alone, so
 //! batching changes no bit. The cache keeps, per layer, latent rows `[c_kv normed | k_rope]` (or for
 //! each key head rows `[value | key]`), in f32 or in bf16, and for layers with an indexer its keys.
 
@@ -14,7 +14,7 @@ use crate::backend::{
     Attend, Backend, KvFormat, LoadExperts, Rows, RowsMut, TraceLayer, rows, rows_mut,
 };
 
-/// Tokens of a batch.
+/// Tokens of a batch whose logits are all wanted, at most.
 pub const CHUNK: usize = 256;
 
 /// Whose logits a forward pass is to give.
@@ -125,7 +125,12 @@ impl<B: LoadExperts> Model<B> {
     pub fn session(&self, capacity: usize, wanted: Wanted) -> Result<Session<B>, B::Error> {
         let (b, c) = (&self.backend, &self.config);
         let mla = &c.mla;
-        let t = CHUNK.min(capacity).max(1);
+        let most = if wanted == Wanted::All {
+            CHUNK
+        } else {
+            c.batch
+        };
+        let t = most.min(c.batch).min(capacity).max(1);
         let width = mla.latent + mla.rope;
         let heads = c.grouped.map_or(mla.heads, |grouped| grouped.heads);
         let queries = heads * (mla.nope + mla.rope);

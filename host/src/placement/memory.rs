@@ -3,9 +3,10 @@
 use std::path::Path;
 
 use crate::backend::KvFormat;
+use crate::backend::kernels::plan;
 use crate::model::directory::Dense;
 use crate::model::weights::inventory;
-use crate::model::{CHUNK, Config, ModelError};
+use crate::model::{Config, ModelError};
 
 /// Memory of one purpose, bytes.
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
@@ -99,7 +100,7 @@ fn cache_in(config: &Config, positions: usize, takes: fn(u64) -> u64) -> u64 {
 /// Bytes of what a batch of tokens leaves between operators, and of the operators' scratch.
 pub fn activations(config: &Config, positions: usize) -> u64 {
     let (c, mla) = (config, &config.mla);
-    let t = CHUNK.min(positions).max(1);
+    let t = c.batch.min(positions).max(1);
     let width = mla.latent + mla.rope;
     let heads = c.grouped.map_or(mla.heads, |g| g.heads);
     let sparse = positions > c.index.top_k;
@@ -128,8 +129,12 @@ pub fn activations(config: &Config, positions: usize) -> u64 {
     };
     let a_token = a_token + shared + if config.mtp { 2 * c.hidden } else { 0 };
     let a_token = a_token + if config.kv == KvFormat::F32 { 0 } else { width };
-    // Scratch of an operator is at most this, or one token's; two are alive at a time.
-    let scratch = 2 * crate::backend::kernels::plan::SCRATCH as u64;
+    // Scratch of an operator is at most this, or one token's; two are alive at a time, of which one may be
+    // experts': partial sums of two or so segments, and what down gets.
+    let partials = 8 * (2 * c.moe_intermediate + c.hidden);
+    let experts = t * c.router.top_k * (partials + 3 * c.moe_intermediate);
+    let experts = experts.clamp(plan::SCRATCH, plan::EXPERT_SCRATCH);
+    let scratch = (plan::SCRATCH + experts) as u64;
     4 * (t * a_token + c.vocab) as u64 + scratch
 }
 

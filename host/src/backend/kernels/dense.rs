@@ -230,28 +230,9 @@ impl<D: Device> KernelBackend<D> {
 mod tests {
     use super::*;
     use crate::backend::kernels::CudaDevice;
+    use crate::backend::kernels::measured::median;
     use crate::backend::{Backend, rows, rows_mut};
     use crate::bench::synth::Rng;
-
-    const LAYERS: usize = 40;
-
-    /// Median us of one of [`LAYERS`] passes that are recorded and done again.
-    fn median(devices: [&CudaDevice; 2], mut pass: impl FnMut(usize)) -> f64 {
-        assert!(CudaDevice::begin_recording(&devices).unwrap());
-        (0..LAYERS).for_each(&mut pass);
-        let recording = CudaDevice::end_recording(&devices).unwrap();
-        let mut times: Vec<f64> = (0..25)
-            .map(|_| {
-                let from = devices[0].event().unwrap();
-                // SAFETY: what was recorded uses buffers of the caller alone.
-                unsafe { devices[0].replay(&recording).unwrap() };
-                let to = devices[0].event().unwrap();
-                devices[0].elapsed(&from, &to).unwrap()
-            })
-            .collect();
-        times.sort_by(f64::total_cmp);
-        1e6 * times[times.len() / 2] / LAYERS as f64
-    }
 
     /// What a matrix takes on one device, and what it takes if another has half of its rows, reads `x` where
     /// it is and writes its part of the product where it belongs.

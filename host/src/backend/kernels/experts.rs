@@ -4,6 +4,7 @@
 //! matmuls read there how many experts are active.
 
 mod int8;
+mod mixed;
 mod moves;
 mod outputs;
 mod peers;
@@ -138,7 +139,8 @@ impl<M: DeviceMemory> Experts<M> {
         let (hidden, intermediate) = (self.shape.hidden, self.shape.intermediate);
         let a_slot =
             4 * (gate_up.partials(self.form) + down.partials(self.form)) + 3 * intermediate + 64;
-        plan::tokens_at_once(tokens, top_k * a_slot + 3 * hidden)
+        let a_token = top_k * a_slot + 3 * hidden;
+        plan::tokens_within(plan::EXPERT_SCRATCH, tokens, a_token)
     }
 }
 
@@ -716,6 +718,16 @@ struct Quantised<M> {
     values: Buffer<u32, M>,
     scales: Buffer<f32, M>,
     sums: Buffer<i32, M>,
+}
+
+impl<M: DeviceMemory> Quantised<M> {
+    fn none<D: Device<Memory = M>>(backend: &KernelBackend<D>) -> Result<Self> {
+        Ok(Self {
+            values: backend.scratch(0)?,
+            scales: backend.scratch(0)?,
+            sums: backend.scratch(0)?,
+        })
+    }
 }
 
 /// What experts make of their tokens, before it is added up.

@@ -6,6 +6,8 @@ mod dense;
 mod device;
 mod emulator;
 mod experts;
+#[cfg(test)]
+mod measured;
 mod mock;
 mod ops;
 pub mod plan;

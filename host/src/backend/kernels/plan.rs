@@ -7,6 +7,9 @@ use crate::backend::Mla;
 /// Scratch of one launch, bytes: operators over more split their tokens.
 pub const SCRATCH: usize = 128 << 20;
 
+/// Scratch of one launch over experts, bytes: more tokens together read and decode an expert less often.
+pub const EXPERT_SCRATCH: usize = 512 << 20;
+
 /// Tokens up to which dense layers are bound by memory.
 const FEW: u32 = 8;
 
@@ -86,9 +89,14 @@ pub fn attention(
     (gpu::attention::HEADS, launch)
 }
 
-/// Tokens of one launch whose scratch takes `bytes` bytes a token: at least one.
+/// Tokens of one launch whose scratch takes `bytes` bytes a token, within [`SCRATCH`]: at least one.
 pub fn tokens_at_once(tokens: usize, bytes: usize) -> usize {
-    (SCRATCH / bytes.max(1)).clamp(1, 65_535).min(tokens.max(1))
+    tokens_within(SCRATCH, tokens, bytes)
+}
+
+/// The same within `scratch`.
+pub fn tokens_within(scratch: usize, tokens: usize, bytes: usize) -> usize {
+    (scratch / bytes.max(1)).clamp(1, 65_535).min(tokens.max(1))
 }
 
 #[cfg(test)]

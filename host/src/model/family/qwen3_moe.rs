@@ -11,6 +11,7 @@
 use crate::backend::{
     Attend, Index, KvFormat, LoadExperts, Mla, Router, Rows, RowsMut, Scoring, rows, rows_mut,
 };
+use crate::model::BATCH;
 use crate::model::cache::Cache;
 use crate::model::config::{Config, LayerKind, Object, check_dimensions, rope_theta};
 use crate::model::error::ModelError;
@@ -104,6 +105,7 @@ pub fn config(o: &Object) -> Result<Config, ModelError> {
         nextn: None,
         mtp: false,
         kv: KvFormat::F32,
+        batch: BATCH,
         eos: o.ids("eos_token_id")?,
     };
     check_dimensions(o, &config, &[])?;

@@ -1,13 +1,6 @@
-//! A layer whose experts are in several tiers ([`crate::placement::Tier`]).
-//!
-//! What a layer chose is read back, and the host sorts the assignments: first experts that stay in
-//! device memory, then those that are copied there, then those that the CPU computes. While the GPU
-//! multiplies with the first, the second are copied beside it to a stage, from pinned memory or from
-//! what was just read of the archive. The CPU's results go to the weighted sum as they are. Sums
-//! have the order of the experts' numbers wherever these were, so the bits are the same.
+//! A layer whose experts are in several tiers ([`crate::placement::Tier`]): where they are, and how they
+//! get there. What runs is in `mixed`.
 
-use std::collections::{BTreeMap, BTreeSet};
-use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, RwLock, RwLockReadGuard};
 
@@ -16,17 +9,14 @@ use gpu::abi::{self, MatrixDesc};
 use rayon::prelude::*;
 
 use super::moves::{self, Moves};
-use super::peers::Chosen;
-use super::{Groups, Operands, Places, Quantised, Sum, drop_unused, record_descs, word};
+use super::{Places, drop_unused, record_descs, word};
 use crate::archive::{Digest, Record};
 use crate::backend::cpu::{self, Cpu};
 use crate::backend::kernels::device::{ALIGNMENT, Device, DeviceMemory};
-use crate::backend::kernels::ops::{Buffer, KernelBackend, KernelError, Result, input, output};
-use crate::backend::split::Part;
-use crate::backend::{Backend, LayerExperts, LoadExperts, Rows, RowsMut, TieredLayer};
-use crate::backend::{rows, rows_mut};
+use crate::backend::kernels::ops::{Buffer, KernelBackend, KernelError, Result};
+use crate::backend::{Backend, LayerExperts, LoadExperts, TieredLayer};
 use crate::disk::reader::{BLOCK, DirectFile};
-use crate::disk::reads::{Read, Reads, Way};
+use crate::disk::reads::{Reads, Way};
 use crate::expert::{ExpertShape, Form, MatrixKind, RawMatrix};
 use crate::placement::{TIERS, Tier, Used};
 
@@ -35,6 +25,9 @@ use super::Experts;
 /// Bytes of records that are read and checked while as many are copied; two such buffers are pinned. Few
 /// enough for a server's L3 cache, so that what was copied there need not be read from memory again.
 const WAVE: usize = 64 << 20;
+
+/// Parts of the stage, of which one is copied to while another is multiplied with.
+pub(super) const HALVES: usize = 2;
 
 /// Bytes that are copied from the page cache at a time.
 pub(super) const PIECE: usize = 1 << 20;
@@ -73,7 +66,7 @@ pub(super) struct Tiers<M: DeviceMemory> {
     pub(super) at: RwLock<At>,
     /// Written between tokens alone, while no copy from it is under way.
     pub(super) host: RwLock<M::Host>,
-    cpu: Option<(Cpu, cpu::Experts)>,
+    pub(super) cpu: Option<(Cpu, cpu::Experts)>,
     pub(super) file: Arc<DirectFile>,
     pub(super) stage: Option<Arc<Stage<M>>>,
     used: [AtomicU64; TIERS],
@@ -116,12 +109,12 @@ impl<M: DeviceMemory> Tiers<M> {
         self.at.read().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn place(&self, id: u32) -> Option<Place> {
+    pub(super) fn place(&self, id: u32) -> Option<Place> {
         self.at().places.get(id as usize).copied()
     }
 
     /// Counts what `chosen` says; whether the CPU has any of it.
-    fn note(&self, chosen: &[u32], tokens: usize) -> bool {
+    pub(super) fn note(&self, chosen: &[u32], tokens: usize) -> bool {
         let at = self.at();
         let mut on_cpu = false;
         for id in chosen {
@@ -138,39 +131,24 @@ impl<M: DeviceMemory> Tiers<M> {
         }
         on_cpu
     }
-
-    /// How many of the tokens `chosen` `[_, top_k]` go together: the stage holds what they need.
-    fn together(&self, chosen: &[u32], top_k: usize, at_once: usize) -> usize {
-        let slots = self.stage.as_ref().map_or(0, |s| s.slots);
-        let mut staged: BTreeSet<u32> = BTreeSet::new();
-        for (n, ids) in chosen.chunks_exact(top_k).take(at_once).enumerate() {
-            let away =
-                |id: &&u32| matches!(self.place(**id), Some(Place::Host(..) | Place::Disk(_)));
-            staged.extend(ids.iter().filter(away));
-            if staged.len() > slots && n > 0 {
-                return n;
-            }
-        }
-        at_once.min(chosen.len() / top_k)
-    }
 }
 
 /// Room in device memory for experts that are needed at the moment, and pinned memory for what is
 /// read of the archive.
 pub struct Stage<M: DeviceMemory> {
     pub(super) memory: Buffer<u8, M>,
-    slots: usize,
+    pub(super) slots: usize,
     /// Bytes of a slot.
-    slot: usize,
+    pub(super) slot: usize,
     /// While any layer has something to read.
-    disk: Mutex<Option<Disk<M::Host>>>,
+    pub(super) disk: Mutex<Option<Disk<M::Host>>>,
 }
 
 /// Who reads, and as many pinned slots as the stage has, of a record and what direct reads add at both
 /// ends; those that are missing are being read to.
-struct Disk<H> {
-    reads: Reads<H>,
-    slots: Vec<Option<H>>,
+pub(super) struct Disk<H> {
+    pub(super) reads: Reads<H>,
+    pub(super) slots: Vec<Option<H>>,
 }
 
 /// Bytes of a record of `bytes` and what direct reads add at both ends.
@@ -235,372 +213,7 @@ fn load<'a>(layer: &TieredLayer<'a>, expert: usize, room: &'a mut [u8]) -> Resul
     })
 }
 
-/// A layer's assignments as the host sorted them.
-struct Sorted {
-    /// As [`Groups::over`] takes them.
-    words: Vec<u32>,
-    /// Active experts that stay.
-    resident: usize,
-    /// Experts that are copied, behind them.
-    away: Vec<u32>,
-    /// Slots of both.
-    slots: usize,
-    /// Token and expert of the slots of the CPU, behind these.
-    on_cpu: Vec<(usize, u32)>,
-}
-
-impl Sorted {
-    /// `chosen` `[_, top_k]`; copied experts have numbers from `experts` on.
-    fn new<M: DeviceMemory>(
-        tiers: &Tiers<M>,
-        chosen: &[u32],
-        top_k: usize,
-        experts: usize,
-    ) -> Self {
-        let mut by_expert: BTreeMap<u32, Vec<usize>> = BTreeMap::new();
-        for (i, id) in chosen.iter().enumerate() {
-            by_expert.entry(*id).or_default().push(i);
-        }
-        let (mut resident, mut away, mut cpu) = (vec![], vec![], vec![]);
-        let mut elsewhere = vec![];
-        for (id, assignments) in &by_expert {
-            match tiers.place(*id) {
-                // No expert has this number: it adds nothing.
-                None => (),
-                Some(Place::Resident | Place::Slot(..)) => resident.push((*id, assignments)),
-                Some(Place::Cpu(_)) => cpu.push((*id, assignments)),
-                Some(Place::Elsewhere(place)) => elsewhere.push((place, assignments)),
-                Some(Place::Host(..) | Place::Disk(_)) => away.push((*id, assignments)),
-            }
-        }
-        let mut active = Vec::new();
-        let (mut slot_token, mut slot_expert) = (Vec::new(), Vec::new());
-        let mut slot_of = vec![u32::MAX; chosen.len()];
-        for (i, (id, assignments)) in resident.iter().chain(&away).enumerate() {
-            let number = match i.checked_sub(resident.len()) {
-                None => *id,
-                Some(copied) => (experts + copied) as u32,
-            };
-            active.extend([number, slot_token.len() as u32, assignments.len() as u32, 0]);
-            for a in *assignments {
-                slot_of[*a] = slot_token.len() as u32;
-                slot_token.push((a / top_k) as u32);
-                slot_expert.push(number);
-            }
-        }
-        let slots = slot_token.len();
-        let mut on_cpu = Vec::new();
-        for (id, assignments) in &cpu {
-            for a in *assignments {
-                slot_of[*a] = (slots + on_cpu.len()) as u32;
-                on_cpu.push((a / top_k, *id));
-            }
-        }
-        let given = slots + on_cpu.len();
-        for (place, assignments) in elsewhere {
-            for a in assignments {
-                slot_of[*a] = (given + (place as usize - 1) * chosen.len() + a) as u32;
-            }
-        }
-        let n_active = (active.len() / 4) as u32;
-        Self {
-            words: [active, vec![n_active], slot_token, slot_expert, slot_of].concat(),
-            resident: resident.len(),
-            away: away.iter().map(|(id, _)| *id).collect(),
-            slots,
-            on_cpu,
-        }
-    }
-}
-
 impl<D: Device> KernelBackend<D> {
-    /// [`Backend::experts`] of a layer in several tiers.
-    #[allow(clippy::too_many_arguments)]
-    pub(super) fn run_tiers(
-        &self,
-        experts: &Experts<D::Memory>,
-        tiers: &Tiers<D::Memory>,
-        x: Rows<'_, Buffer<f32, D::Memory>>,
-        ids: &Buffer<u32, D::Memory>,
-        weights: &Buffer<f32, D::Memory>,
-        top_k: usize,
-        tokens: usize,
-        out: RowsMut<'_, Buffer<f32, D::Memory>>,
-    ) -> Result<()> {
-        if tokens * top_k == 0 {
-            return Ok(());
-        }
-        let hidden = experts.shape.hidden;
-        let view = input("experts: x", x, tokens, hidden)?;
-        let to = output("experts: out", &out, tokens, hidden)?;
-        weights.from("experts: weights", 0, tokens * top_k)?;
-        ids.from("experts: ids", 0, tokens * top_k)?;
-        let mut chosen = vec![0u32; tokens * top_k];
-        (self.device()).download(ids.memory(), 0, bytemuck::cast_slice_mut(&mut chosen))?;
-        let on_cpu = tiers.note(&chosen, tokens);
-        let mut host_x = vec![
-            0.0;
-            if on_cpu {
-                (tokens - 1) * x.stride + hidden
-            } else {
-                0
-            }
-        ];
-        self.read(x.buf, x.offset, &mut host_x)?;
-        let at_once = experts.at_once(tokens, top_k);
-        let mut start = 0;
-        while start < tokens {
-            // What is read for these goes where copies for those before may still come from.
-            if start > 0 && tiers.stage.is_some() {
-                self.device().synchronize()?;
-            }
-            let rest = &chosen[start * top_k..];
-            let n = tiers.together(rest, top_k, at_once.min(tokens - start));
-            let batch = Batch {
-                chosen: &rest[..n * top_k],
-                on_device: Chosen {
-                    x,
-                    view: view.skip(start),
-                    ids,
-                    id_slice: ids.from("experts: ids", start * top_k, n * top_k)?,
-                    start,
-                    tokens: n,
-                    top_k,
-                },
-                host_x: host_x.get(start * x.stride..).unwrap_or(&[]),
-                host_stride: x.stride,
-                sum: Sum {
-                    weights: weights.from("experts: weights", start * top_k, n * top_k)?,
-                    given: Slice::EMPTY,
-                    out: to.skip(start),
-                    tokens: n,
-                    top_k,
-                },
-            };
-            self.run_batch(experts, tiers, batch)?;
-            start += n;
-        }
-        Ok(())
-    }
-
-    fn run_batch(
-        &self,
-        experts: &Experts<D::Memory>,
-        tiers: &Tiers<D::Memory>,
-        mut batch: Batch<'_, D::Memory>,
-    ) -> Result<()> {
-        let (tokens, top_k) = (batch.sum.tokens, batch.sum.top_k);
-        let [gate_up, down] = &experts.classes;
-        let sorted = Sorted::new(tiers, batch.chosen, top_k, experts.experts);
-        let (resident, active) = (sorted.resident, sorted.resident + sorted.away.len());
-        let words = self.upload(&sorted.words)?;
-        let cpu_rows = sorted.on_cpu.len();
-        let abroad = match experts.peers.is_empty() {
-            true => None,
-            false => Some(self.start_peers(experts, &batch.on_device, cpu_rows)?),
-        };
-        let groups = Groups::over(&words, active, tokens, sorted.slots, batch.chosen.len());
-        let part = |range: Range<usize>| Groups {
-            begin: range.start,
-            most: range.end,
-            ..groups
-        };
-        // What the CPU's experts give, once; meanwhile the GPU works, or the disk.
-        let mut rows: Option<Vec<f32>> = None;
-        let on_cpu = &sorted.on_cpu;
-        let mut by_cpu = || -> Result<()> {
-            if let Some((cpu, placed)) = tiers.cpu.as_ref().filter(|_| !on_cpu.is_empty())
-                && rows.is_none()
-            {
-                let hidden = experts.shape.hidden;
-                rows = Some(compute(cpu, placed, tiers, on_cpu, &batch, hidden)?);
-            }
-            Ok(())
-        };
-        let (h, outer) = if active > 0 {
-            let waiting = self.fetch(experts, tiers, &sorted.away)?;
-            let x = self.quantise(batch.on_device.view, tokens, experts.shape.hidden)?;
-            let inner = self.scratch::<u32>(sorted.slots * gate_up.partials(experts.form))?;
-            let of = part(0..resident);
-            self.matmuls(experts, gate_up, &of, Operands::gate_up(&x, &of, &inner))?;
-            self.fetch_rest(tiers, &sorted.away, waiting, &mut by_cpu)?;
-            let of = part(resident..active);
-            self.matmuls(experts, gate_up, &of, Operands::gate_up(&x, &of, &inner))?;
-            let h = self.activate(experts, &groups, &x, &inner, None)?;
-            let outer = self.scratch::<u32>(sorted.slots * down.partials(experts.form))?;
-            self.matmuls(experts, down, &groups, Operands::down(&h, &outer))?;
-            (h, outer)
-        } else {
-            let nothing = Quantised {
-                values: self.scratch(0)?,
-                scales: self.scratch(0)?,
-                sums: self.scratch(0)?,
-            };
-            (nothing, self.scratch(0)?)
-        };
-        if cpu_rows > 0 {
-            self.mark(Part::Idle)?;
-        }
-        by_cpu()?;
-        let rows = rows.unwrap_or_default();
-        let given = match &abroad {
-            None => Some(self.upload(&rows)?),
-            Some(abroad) => {
-                let bytes = bytemuck::cast_slice(&rows);
-                self.device().upload(abroad.memory(), 0, bytes)?;
-                self.join_peers(experts, abroad)?;
-                None
-            }
-        };
-        batch.sum.given = match (&given, &abroad) {
-            (Some(given), _) => given.slice(),
-            (None, Some(abroad)) => abroad.given(),
-            (None, None) => Slice::EMPTY,
-        };
-        self.combine(experts, &groups, &h, &outer, None, batch.sum)
-    }
-
-    /// Starts the copies of experts in pinned memory, and says whether others must be read.
-    fn fetch(
-        &self,
-        experts: &Experts<D::Memory>,
-        tiers: &Tiers<D::Memory>,
-        away: &[u32],
-    ) -> Result<bool> {
-        let Some(stage) = tiers.stage.as_ref().filter(|_| !away.is_empty()) else {
-            return Ok(false);
-        };
-        self.describe_away(experts, tiers, stage, away)?;
-        self.device().fork()?;
-        let mut waiting = false;
-        let host = tiers.host.read().unwrap_or_else(PoisonError::into_inner);
-        for (slot, id) in away.iter().enumerate() {
-            match tiers.place(*id) {
-                Some(Place::Host(at, record)) => {
-                    let bytes = at..at + record.bytes;
-                    let memory = stage.memory.memory();
-                    self.copies(record.bytes);
-                    // SAFETY: the stage is used behind the join in `fetch_rest` alone, and what was
-                    // used of it before has been waited for when `ids` were read; the pinned memory
-                    // lives as long as the layer and is written between tokens alone, behind a
-                    // `synchronize` that has waited for this.
-                    unsafe {
-                        self.device()
-                            .copy_beside(memory, slot * stage.slot, &host, bytes)?;
-                    }
-                }
-                _ => waiting = true,
-            }
-        }
-        Ok(waiting)
-    }
-
-    /// Descriptors of the experts that are copied: behind those of the layer.
-    fn describe_away(
-        &self,
-        experts: &Experts<D::Memory>,
-        tiers: &Tiers<D::Memory>,
-        stage: &Stage<D::Memory>,
-        away: &[u32],
-    ) -> Result<()> {
-        let mut descs: Vec<MatrixDesc> = Vec::with_capacity(3 * away.len());
-        for (slot, id) in away.iter().enumerate() {
-            let base = stage.memory.memory().address() + (slot * stage.slot) as u64;
-            if let Some(Place::Host(_, record) | Place::Disk(record)) = tiers.place(*id) {
-                descs.extend(record.descs.map(|d| moved(d, base)));
-            }
-        }
-        let at = size_of::<MatrixDesc>() * 3 * experts.experts;
-        let memory = experts.descs.memory();
-        self.device()
-            .upload(memory, at, bytemuck::cast_slice(&descs))?;
-        Ok(())
-    }
-
-    /// Reads and copies what [`KernelBackend::fetch`] left, and lets the stream wait for all copies.
-    /// `meanwhile` is called while the disk is at work, if it is.
-    fn fetch_rest(
-        &self,
-        tiers: &Tiers<D::Memory>,
-        away: &[u32],
-        waiting: bool,
-        meanwhile: &mut dyn FnMut() -> Result<()>,
-    ) -> Result<()> {
-        let Some(stage) = tiers.stage.as_ref().filter(|_| !away.is_empty()) else {
-            return Ok(());
-        };
-        self.mark(Part::Copies)?;
-        let read = match waiting {
-            true => self.read_away(tiers, stage, away, meanwhile),
-            false => Ok(()),
-        };
-        // Also after a failure: others are on their way.
-        self.device().join()?;
-        read
-    }
-
-    /// Reads experts of the archive, and copies each to the stage as soon as it is there.
-    fn read_away(
-        &self,
-        tiers: &Tiers<D::Memory>,
-        stage: &Stage<D::Memory>,
-        away: &[u32],
-        meanwhile: &mut dyn FnMut() -> Result<()>,
-    ) -> Result<()> {
-        let mut disk = stage.disk.lock().unwrap_or_else(PoisonError::into_inner);
-        let Some(Disk { reads, slots }) = disk.as_mut() else {
-            unreachable!("a layer with experts on disk has asked for it");
-        };
-        let mut asked = Vec::with_capacity(away.len());
-        for (slot, id) in away.iter().enumerate() {
-            if let Some(Place::Disk(record)) = tiers.place(*id) {
-                asked.push(Read {
-                    number: slot,
-                    offset: record.file,
-                    len: record.bytes,
-                    room: match slots[slot].take() {
-                        Some(room) => room,
-                        // Lost with a thread that has panicked.
-                        None => self.device().allocate_host(read_slot(stage.slot))?,
-                    },
-                });
-            }
-        }
-        let mut missing: BTreeSet<usize> = asked.iter().map(|read| read.number).collect();
-        let done = reads.start(&tiers.file, asked);
-        let mut result = meanwhile();
-        for read in done {
-            let slot = read.number;
-            missing.remove(&slot);
-            let memory = stage.memory.memory();
-            let copied = match read.bytes {
-                Err(source) => Err(KernelError::Read {
-                    layer: tiers.number,
-                    expert: away[slot] as usize,
-                    source,
-                }),
-                Ok(bytes) => {
-                    self.copies(bytes.len());
-                    // SAFETY: as in `fetch`; the pinned memory is written again for the next tokens or by
-                    // the next layer that reads, which have then waited for all that follows the join.
-                    let copied = unsafe {
-                        (self.device()).copy_beside(memory, slot * stage.slot, &read.room, bytes)
-                    };
-                    copied.map_err(KernelError::from)
-                }
-            };
-            slots[slot] = Some(read.room);
-            result = result.and(copied);
-        }
-        // Nothing else says that their reader is gone.
-        let lost = missing.first().map(|slot| KernelError::Read {
-            layer: tiers.number,
-            expert: away[*slot] as usize,
-            source: std::io::Error::other("the thread that reads has panicked"),
-        });
-        result.and(lost.map_or(Ok(()), Err))
-    }
-
     /// Places a layer's experts in their tiers, on all devices at once.
     pub(super) fn place_layer(
         &self,
@@ -685,7 +298,7 @@ impl<D: Device> KernelBackend<D> {
         }
         let stage = match away {
             false => None,
-            true => Some(self.stage_for(layer.staged, largest(layer)?, reads)?),
+            true => Some(self.stage_for(layer.staged.max(HALVES), largest(layer)?, reads)?),
         };
         let memory = self.scratch::<u8>(device.bytes)?;
         let mut pinned = self.device().allocate_host(host.bytes)?;
@@ -918,46 +531,4 @@ pub(super) fn moved(mut desc: MatrixDesc, base: u64) -> MatrixDesc {
         }
     }
     desc
-}
-
-/// Tokens that go through a layer together.
-struct Batch<'a, M> {
-    /// `[tokens, top_k]`.
-    chosen: &'a [u32],
-    /// The same on the device, and the input.
-    on_device: Chosen<'a, M>,
-    /// The same on the host, where the CPU has experts.
-    host_x: &'a [f32],
-    host_stride: usize,
-    sum: Sum,
-}
-
-/// What the CPU's experts make of their tokens: a row for each of `slots`.
-fn compute<M: DeviceMemory>(
-    cpu: &Cpu,
-    experts: &cpu::Experts,
-    tiers: &Tiers<M>,
-    slots: &[(usize, u32)],
-    batch: &Batch<'_, M>,
-    hidden: usize,
-) -> Result<Vec<f32>> {
-    let mut x = Vec::with_capacity(slots.len() * hidden);
-    let mut ids = Vec::with_capacity(slots.len());
-    for (token, id) in slots {
-        let at = token * batch.host_stride;
-        x.extend_from_slice(&batch.host_x[at..at + hidden]);
-        if let Some(Place::Cpu(number)) = tiers.place(*id) {
-            ids.push(number);
-        }
-    }
-    // One expert a token, of weight 1: the sum is what the expert gives.
-    let n = ids.len();
-    let (x, ids) = (cpu.upload(&x)?, cpu.upload(&ids)?);
-    let ones = cpu.upload(&vec![1.0f32; n])?;
-    let mut out = cpu.alloc::<f32>(n * hidden)?;
-    let to = rows_mut(&mut out, hidden);
-    cpu.experts(experts, rows(&x, hidden), &ids, &ones, 1, n, to)?;
-    let mut y = vec![0.0; n * hidden];
-    cpu.read(&out, 0, &mut y)?;
-    Ok(y)
 }
