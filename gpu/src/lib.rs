@@ -41,6 +41,7 @@ pub mod launch;
 pub mod layout;
 pub mod linear;
 pub mod linear_int8;
+pub mod linear_tile;
 pub mod matmul_plane3;
 pub mod matmul_rans;
 pub mod matmul_rans_mma;

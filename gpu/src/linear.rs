@@ -18,7 +18,8 @@ pub use crate::dense::LinearArgs;
 use crate::arith::bf16;
 use crate::dense::{VECTOR, Weights, body, plain};
 
-struct Bf16;
+/// Weights of bf16.
+pub struct Bf16;
 
 impl Weights for Bf16 {
     type Element = u16;

@@ -27,7 +27,8 @@ pub fn widen4(word: u32) -> [f32; 4] {
     [each(0x7440), each(0x7441), each(0x7442), each(0x7443)]
 }
 
-struct Int8;
+/// Weights of signed bytes.
+pub struct Int8;
 
 impl Weights for Int8 {
     type Element = u8;

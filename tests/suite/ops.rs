@@ -87,8 +87,12 @@ pub fn linear<B: LoadExperts>(b: &B) {
         (130, 264),
         (33, 776),
         (300, 1032),
+        (70, 1536),
+        (65, 512),
     ] {
-        for tokens in [0, 1, 2, 3, 4, 5, 8, 33] {
+        // Columns of which blocks share tiles, for tokens that fill one and for tokens that do not.
+        let tiles = [9, 16].iter().filter(|_| cols % 512 == 0);
+        for &tokens in [0, 1, 2, 3, 4, 5, 8, 33].iter().chain(tiles) {
             for (add, aligned) in [(false, true), (true, false), (true, true)] {
                 let (from, to) = (At::new(cols, aligned), At::new(n, aligned));
                 let x = rng.f32s(from.len(tokens));

@@ -139,20 +139,22 @@ impl<D: Device> KernelBackend<D> {
             reserved: 0,
         };
         let limits = self.device().limits();
-        let (tile, launch) = plan::linear(limits, rows, tokens, batch.n, vector);
+        let (tile, launch) = plan::linear(limits, (rows, cols), tokens, batch.n, vector);
         match (part.int8, tile) {
             (false, (1, 1)) => self.launch::<LinearThin>(launch, args),
             (false, (2, 1)) => self.launch::<LinearTwo>(launch, args),
             (false, (4, 1)) => self.launch::<LinearFour>(launch, args),
             (false, (2, 2)) => self.launch::<LinearPair>(launch, args),
             (false, (2, 4)) => self.launch::<LinearQuad>(launch, args),
-            (false, _) => self.launch::<LinearMany>(launch, args),
+            (false, (4, 4)) => self.launch::<LinearMany>(launch, args),
+            (false, _) => self.launch::<LinearTile>(launch, args),
             (true, (1, 1)) => self.launch::<LinearInt8Thin>(launch, args),
             (true, (2, 1)) => self.launch::<LinearInt8Two>(launch, args),
             (true, (4, 1)) => self.launch::<LinearInt8Four>(launch, args),
             (true, (2, 2)) => self.launch::<LinearInt8Pair>(launch, args),
             (true, (2, 4)) => self.launch::<LinearInt8Quad>(launch, args),
-            (true, _) => self.launch::<LinearInt8Many>(launch, args),
+            (true, (4, 4)) => self.launch::<LinearInt8Many>(launch, args),
+            (true, _) => self.launch::<LinearInt8Tile>(launch, args),
         }
     }
 

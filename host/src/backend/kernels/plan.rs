@@ -13,20 +13,38 @@ pub const EXPERT_SCRATCH: usize = 512 << 20;
 /// Tokens up to which dense layers are bound by memory.
 const FEW: u32 = 8;
 
-/// Rows and tokens of a warp, and launch, of a dense layer of `rows` rows for `tokens` tokens, in
-/// `batches`.
+/// Tokens from which on a block shares a tile of weights and activations.
+const MANY: u32 = 9;
+
+/// Rows and tokens of a warp, and launch, of a dense layer of `rows` rows and `cols` columns for `tokens`
+/// tokens, in `batches`.
 ///
 /// One token: as many rows a warp, 1, 2 or 4, as still give each multiprocessor eight warps of its
 /// own. Up to eight tokens: two rows, so that registers are left for loads under way, since memory is what
-/// bounds these; more: tiles of four by four. Without the vector path one row and one token a warp.
+/// bounds these; more: tiles of four by four, or, of [`MANY`] tokens and more, a tile that a block shares.
+/// Without the vector path one row and one token a warp.
 pub fn linear(
     limits: &DeviceLimits,
-    rows: u32,
+    (rows, cols): (u32, u32),
     tokens: u32,
     batches: u32,
     vector: bool,
 ) -> ((u32, u32), Launch) {
     use gpu::dense::WARPS;
+    use gpu::linear_tile as tile;
+    if vector
+        && tokens >= MANY
+        && cols.is_multiple_of(tile::COLUMNS)
+        && limits.shared_per_block >= tile::SHARED_BYTES
+    {
+        let grid = [
+            tokens.div_ceil(tile::TOKENS),
+            rows.div_ceil(tile::ROWS),
+            batches,
+        ];
+        let launch = Launch::new(grid, tile::THREADS).shared(tile::SHARED_BYTES);
+        return ((tile::ROWS, tile::TOKENS), launch);
+    }
     let all = rows.saturating_mul(batches);
     let tile = if !vector {
         (1, 1)
@@ -115,11 +133,14 @@ mod tests {
         for rows in [1, 3, 4, 7, 8, 15, 16, 17, 256, 2784, 4224, 154_880] {
             for tokens in [1, 2, 4, 5, 256] {
                 for vector in [false, true] {
-                    let (tile, launch) = linear(&H200, rows, tokens, 3, vector);
-                    assert_eq!(launch.grid[0], tokens.div_ceil(tile.1));
-                    assert_eq!(launch.grid[1], rows.div_ceil(4 * tile.0));
-                    assert_eq!(launch.grid[2], 3);
-                    assert!(vector || tile == (1, 1));
+                    for cols in [6144, 6152] {
+                        let (tile, launch) = linear(&H200, (rows, cols), tokens, 3, vector);
+                        assert_eq!(launch.grid[0], tokens.div_ceil(tile.1));
+                        let warps = if tile.0 > 4 { 1 } else { 4 };
+                        assert_eq!(launch.grid[1], rows.div_ceil(warps * tile.0));
+                        assert_eq!(launch.grid[2], 3);
+                        assert!(vector || tile == (1, 1));
+                    }
                 }
             }
         }
@@ -127,13 +148,20 @@ mod tests {
 
     #[test]
     fn few_rows_take_a_warp_each() {
-        let of = |rows, batches| linear(&H200, rows, 1, batches, true).0;
+        let of = |rows, batches| linear(&H200, (rows, 6144), 1, batches, true).0;
         assert_eq!(of(256, 1), (1, 1));
         assert_eq!(of(2784, 1), (2, 1));
         assert_eq!(of(6144, 1), (4, 1));
         assert_eq!(of(256, 64), (4, 1));
-        let of = |tokens| linear(&H200, 256, tokens, 1, true).0;
+        let of = |tokens| linear(&H200, (256, 264), tokens, 1, true).0;
         assert_eq!([2, 3, 8, 9].map(of), [(2, 2), (2, 4), (2, 4), (4, 4)]);
+        let of = |cols| linear(&H200, (256, cols), MANY, 1, true).0;
+        assert_eq!([512, 768, 6144].map(of), [(64, 16), (4, 4), (64, 16)]);
+        let small = DeviceLimits {
+            shared_per_block: 48 << 10,
+            ..H200
+        };
+        assert_eq!(linear(&small, (256, 512), MANY, 1, true).0, (4, 4));
     }
 
     #[test]

@@ -180,6 +180,7 @@ mod tests {
             (KernelId::Narrow, Some(Part::Attention)),
             (KernelId::IndexSelect, Some(Part::Attention)),
             (KernelId::LinearInt8Many, Some(Part::Dense)),
+            (KernelId::LinearInt8Tile, Some(Part::Dense)),
             (KernelId::Embed, Some(Part::Dense)),
             (KernelId::Add, Some(Part::Dense)),
             (KernelId::RmsNorm, None),

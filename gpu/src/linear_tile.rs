@@ -1,0 +1,326 @@
+//! Dense rows times many tokens: `linear_tile` (bf16), `linear_int8_tile` (bytes).
+//!
+//! `out[t][r] = scaled(dot(weight[r], x[t]))`, plus what was there with [`ADD`], as [`mod@crate::dense`] has
+//! it. A dot product is the sum of 256 partial sums, of which number `c` adds up the products of columns
+//! `c`, `c + 256`, ... in that order: pairwise over each octet of neighbours, then by halving over the octets.
+//!
+//! 1. Partial sums know nothing of each other. A block, of [`ROWS`] rows and [`TOKENS`] tokens, takes 32
+//!    neighbouring ones at a time, a group, through all segments of 256 columns; each of its eight warps
+//!    has four of them, half an octet, of all its rows and tokens; a thread those of eight rows and four
+//!    tokens.
+//! 2. Weights are widened once, on their way to shared memory, where four columns of a row are one load;
+//!    activations are copied there. [`SEGMENTS`] segments at a time into two buffers, one being filled
+//!    while the other is multiplied.
+//! 3. A group's sums: both warps of an octet give each other half of their rows' sums. Groups come in the
+//!    order 0, 4, 2, 6, 1, 5, 3, 7, in which halving adds up octets 16, 8 and 4 apart: sums that wait for
+//!    their other half are one set in registers and two in shared memory.
+//! 4. At the end octets 2 and 1 apart, which other warps have, through shared memory.
+//! 5. Rows and tokens past the end repeat the last one and are not stored.
+//!
+//! Limits: columns are a multiple of [`COLUMNS`], and what [`VECTOR`](crate::dense::VECTOR) says holds.
+//!
+//! Shared memory: [`SHARED_BYTES`].
+
+use cuda_std::mem::{Global, GlobalMut, cp_async_16, cp_async_commit, cp_async_wait};
+use cuda_std::shared::Shared;
+use cuda_std::{grid, kernel, thread, warp};
+
+pub use crate::dense::LinearArgs;
+
+use crate::arith::fma;
+use crate::dense::{ADD, Weights};
+use crate::dot::STEP;
+use crate::linear::Bf16;
+use crate::linear_int8::Int8;
+use crate::unroll;
+
+/// Threads of a block.
+pub const THREADS: u32 = 256;
+
+/// Rows of a block.
+pub const ROWS: u32 = 64;
+
+/// Tokens of a block.
+pub const TOKENS: u32 = 16;
+
+/// Segments of 256 columns that are in shared memory together.
+pub const SEGMENTS: u32 = 2;
+
+/// Columns are a multiple of this.
+pub const COLUMNS: u32 = SEGMENTS * STEP;
+
+/// Columns of a group.
+const GROUP: u32 = 32;
+/// Groups of a segment.
+const GROUPS: u32 = STEP / GROUP;
+/// Parts of four columns of a group, each a warp's.
+const PARTS: u32 = GROUP / 4;
+
+/// Words from part to part of weights and of activations: one row more than there are, so that threads that
+/// store neighbouring parts use different banks.
+const ROW_PART: u32 = 4 * (ROWS + 1);
+const TOKEN_PART: u32 = 4 * (TOKENS + 1);
+/// Words of a segment.
+const SEGMENT: u32 = PARTS * (ROW_PART + TOKEN_PART);
+/// Words of a buffer.
+const BUFFER: u32 = SEGMENTS * SEGMENT;
+/// Words of half of the sums of all warps: four rows and four tokens a thread.
+const HALF: u32 = 16 * THREADS;
+
+/// Bytes of shared memory.
+pub const SHARED_BYTES: u32 = 4 * (2 * BUFFER + 3 * HALF);
+
+/// Rows and tokens of a thread.
+const R: usize = 8;
+const T: usize = 4;
+/// Rows whose sums a thread goes on with.
+const H: usize = R / 2;
+
+/// Partial sums of a thread.
+type Sums = [[[f32; 4]; T]; R];
+
+/// Sums of four rows and four tokens.
+type Half = [[f32; T]; H];
+
+#[inline(always)]
+fn plus(a: Half, b: Half) -> Half {
+    let mut sums = a;
+    unroll!(i < H, {
+        unroll!(j < T, {
+            sums[i][j] = a[i][j] + b[i][j];
+        });
+    });
+    sums
+}
+
+/// Stores a thread's sums at word `at` of shared memory, of [`HALF`] words, as `warp` does.
+#[inline(always)]
+fn put(shared: Shared<u32>, at: u32, warp: u32, sums: &Half) {
+    let at = at + warp * (16 * 32) + 4 * warp::lane_id();
+    unroll!(i < H, {
+        shared.store_v4(at + 128 * i as u32, sums[i].map(f32::to_bits));
+    });
+}
+
+#[inline(always)]
+fn get(shared: Shared<u32>, at: u32, warp: u32) -> Half {
+    let at = at + warp * (16 * 32) + 4 * warp::lane_id();
+    let mut sums = [[0.0; T]; H];
+    unroll!(i < H, {
+        sums[i] = shared.load_v4(at + 128 * i as u32).map(f32::from_bits);
+    });
+    sums
+}
+
+/// Where a thread reads: its octet of a row's columns, and its four columns of a token.
+struct Place<W: Weights> {
+    weight: Global<W::Element>,
+    x: Global<u32>,
+    /// Word of a buffer that its first four weights of a segment go to.
+    weight_to: u32,
+    /// Word that its activations go to.
+    x_to: u32,
+    shared: Shared<u32>,
+}
+
+impl<W: Weights> Place<W> {
+    /// Loads the weights of a stage whose first column is `column`, where `condition` holds.
+    #[inline(always)]
+    fn load(&self, condition: bool, column: u32, words: &mut [W::Words; SEGMENTS as usize]) {
+        unroll!(s < SEGMENTS as usize, {
+            let at = column + s as u32 * STEP;
+            W::reload(&self.weight, condition, at, &mut words[s]);
+        });
+    }
+
+    /// Starts copying a stage's activations to a buffer.
+    #[inline(always)]
+    fn copy(&self, column: u32, buffer: u32) {
+        cp_async_16(self.shared, buffer + self.x_to, self.x, column);
+        cp_async_commit();
+    }
+
+    /// Puts a stage's weights into a buffer.
+    #[inline(always)]
+    fn store(&self, words: [W::Words; SEGMENTS as usize], buffer: u32) {
+        unroll!(s < SEGMENTS as usize, {
+            let w = W::widen(words[s]).map(f32::to_bits);
+            let to = buffer + s as u32 * SEGMENT + self.weight_to;
+            self.shared.store_v4(to, [w[0], w[1], w[2], w[3]]);
+            self.shared
+                .store_v4(to + ROW_PART, [w[4], w[5], w[6], w[7]]);
+        });
+    }
+}
+
+/// Multiplies a buffer: the warp's columns of all its segments, in order.
+#[inline(always)]
+fn multiply(shared: Shared<u32>, buffer: u32, sums: &mut Sums) {
+    let (lane, part) = (warp::lane_id(), warp::warp_id());
+    unroll!(s < SEGMENTS as usize, {
+        let segment = buffer + s as u32 * SEGMENT;
+        let rows = segment + part * ROW_PART + lane % 8 * 4;
+        let tokens = segment + PARTS * ROW_PART + part * TOKEN_PART + lane / 8 * 4;
+        let mut x = [[0.0f32; 4]; T];
+        unroll!(j < T, {
+            x[j] = shared.load_v4(tokens + 16 * j as u32).map(f32::from_bits);
+        });
+        unroll!(i < R, {
+            let w = shared.load_v4(rows + 32 * i as u32).map(f32::from_bits);
+            unroll!(j < T, {
+                unroll!(c < 4, {
+                    sums[i][j][c] = fma(w[c], x[j][c], sums[i][j][c]);
+                });
+            });
+        });
+    });
+}
+
+/// # Safety
+/// As the kernels'.
+#[inline(always)]
+unsafe fn body<W: Weights>(args: LinearArgs) {
+    // SAFETY: the launch has that much.
+    let shared = unsafe { Shared::<u32>::dynamic(0, SHARED_BYTES / 4) };
+    let (exchange, waiting) = (2 * BUFFER, 2 * BUFFER + HALF);
+    let t = thread::thread_idx_x();
+    let warp = warp::warp_id();
+    let first_row = thread::block_idx_y() * ROWS;
+    let first_token = thread::block_idx_x() * TOKENS;
+    let batch = thread::block_idx_z();
+    // SAFETY: the caller's: live views, as long as the arguments say.
+    let (x, weight, out) = unsafe {
+        (
+            Global::<u32>::new(args.x).at((batch * args.x_batch) as u64),
+            Global::<W::Element>::new(args.weight),
+            GlobalMut::<f32>::new(args.out).at((batch * args.out_batch) as u64),
+        )
+    };
+    let row = batch * args.weight_batch + (first_row + t / 4).min(args.rows - 1);
+    let token = (first_token + t % 128 / 8).min(args.tokens - 1);
+    let at = Place::<W> {
+        weight: weight.at(row as u64 * args.cols as u64 + u64::from(t % 4 * 8)),
+        x: x.at(u64::from(
+            token * args.x_stride + t / 128 * STEP + t % 8 * 4,
+        )),
+        weight_to: t % 4 * (2 * ROW_PART) + t / 4 * 4,
+        x_to: t / 128 * SEGMENT + PARTS * ROW_PART + t % 8 * TOKEN_PART + t % 128 / 8 * 4,
+        shared,
+    };
+    let mut words = [W::NONE; SEGMENTS as usize];
+    at.load(true, 0, &mut words);
+    grid::wait();
+    at.copy(0, 0);
+    at.store(words, 0);
+    cp_async_wait::<0>();
+    thread::sync_threads();
+
+    // Three bits, turned round.
+    let group = |n: u32| (n & 1) << 2 | n & 2 | n >> 2;
+    let odd = warp % 2 == 1;
+    let mut pending: Half = [[0.0; T]; H];
+    let mut buffer = 0;
+    let mut n = 0;
+    while n < GROUPS {
+        let mut sums: Sums = [[[0.0; 4]; T]; R];
+        let mut column = group(n) * GROUP;
+        while column < args.cols {
+            let more = column + COLUMNS < args.cols;
+            let next = if more {
+                column + COLUMNS
+            } else {
+                group(n + 1) * GROUP
+            };
+            let any = more || n + 1 < GROUPS;
+            at.load(any, next, &mut words);
+            if any {
+                at.copy(next, BUFFER - buffer);
+            }
+            multiply(shared, buffer, &mut sums);
+            buffer = BUFFER - buffer;
+            if any {
+                at.store(words, buffer);
+            }
+            cp_async_wait::<0>();
+            thread::sync_threads();
+            column += COLUMNS;
+        }
+
+        let (mut own, mut other): (Half, Half) = ([[0.0; T]; H], [[0.0; T]; H]);
+        unroll!(i < H, {
+            unroll!(j < T, {
+                let of = |p: [f32; 4]| (p[0] + p[1]) + (p[2] + p[3]);
+                let (low, high) = (of(sums[i][j]), of(sums[H + i][j]));
+                own[i][j] = if odd { high } else { low };
+                other[i][j] = if odd { low } else { high };
+            });
+        });
+        put(shared, exchange, warp, &other);
+        thread::sync_threads();
+        // Its last store there is behind the next barrier but one.
+        let octet = plus(own, get(shared, exchange, warp ^ 1));
+        if n % 2 == 0 {
+            pending = octet;
+        } else {
+            pending = plus(pending, octet);
+            if n % 4 == 1 {
+                put(shared, waiting, warp, &pending);
+            } else {
+                pending = plus(get(shared, waiting, warp), pending);
+                if n == 3 {
+                    put(shared, waiting + HALF, warp, &pending);
+                }
+            }
+        }
+        n += 1;
+    }
+    let sums = plus(get(shared, waiting + HALF, warp), pending);
+    thread::sync_threads();
+    put(shared, exchange, warp, &sums);
+    thread::sync_threads();
+
+    unroll!(u < (ROWS * TOKENS / THREADS) as usize, {
+        let number = u as u32 * THREADS + t;
+        let (of_block, token) = (number % ROWS, number / ROWS);
+        let (i, j) = (of_block / 8, token / 4);
+        let lane = token % 4 * 8 + of_block % 8;
+        let octet = |o: u32| {
+            let warp = 2 * o + i / H as u32;
+            let at = exchange + warp * (16 * 32) + i % H as u32 * 128 + lane * 4 + j;
+            f32::from_bits(shared.load(at))
+        };
+        let dot = (octet(0) + octet(2)) + (octet(1) + octet(3));
+        let (row, token) = (first_row + of_block, first_token + token);
+        if row < args.rows && token < args.tokens {
+            // SAFETY: the caller's.
+            let scaled = unsafe { W::scaled(&args, batch * args.weight_batch + row, dot) };
+            let to = token * args.out_stride + row;
+            let sum = if args.flags & ADD != 0 {
+                out.load(to) + scaled
+            } else {
+                scaled
+            };
+            out.store(to, sum);
+        }
+    });
+}
+
+/// Weights of bf16. Grid: `[ceil(tokens / TOKENS), ceil(rows / ROWS), batches]`, [`THREADS`] threads.
+///
+/// # Safety
+/// The views must be live and as long as [`LinearArgs`] says; no kernel in flight writes the weights.
+#[kernel(threads = 256, min_blocks = 1, prologue)]
+pub unsafe fn linear_tile(args: LinearArgs) {
+    // SAFETY: the caller's.
+    unsafe { body::<Bf16>(args) }
+}
+
+/// Weights of signed bytes, the same.
+///
+/// # Safety
+/// As [`linear_tile()`].
+#[kernel(threads = 256, min_blocks = 1, prologue)]
+pub unsafe fn linear_int8_tile(args: LinearArgs) {
+    // SAFETY: the caller's.
+    unsafe { body::<Int8>(args) }
+}
