@@ -4,17 +4,17 @@
 //! it. A dot product is the sum of 256 partial sums, of which number `c` adds up the products of columns
 //! `c`, `c + 256`, ... in that order: pairwise over each octet of neighbours, then by halving over the octets.
 //!
-//! 1. Partial sums know nothing of each other. A block, of [`ROWS`] rows and [`TOKENS`] tokens, takes 32
+//! 1. Partial sums know nothing of each other. A block, of [`ROWS`] rows and [`TOKENS`] tokens, takes 16
 //!    neighbouring ones at a time, a group, through all segments of 256 columns; each of its eight warps
-//!    has four of them, half an octet, of all its rows and tokens; a thread those of eight rows and four
-//!    tokens.
-//! 2. Weights are widened once, on their way to shared memory, where four columns of a row are one load;
-//!    activations are copied there. [`SEGMENTS`] segments at a time into two buffers, one being filled
-//!    while the other is multiplied.
-//! 3. A group's sums: both warps of an octet give each other half of their rows' sums. Groups come in the
-//!    order 0, 4, 2, 6, 1, 5, 3, 7, in which halving adds up octets 16, 8 and 4 apart: sums that wait for
-//!    their other half are one set in registers and two in shared memory.
-//! 4. At the end octets 2 and 1 apart, which other warps have, through shared memory.
+//!    has two of them, a quarter of an octet, of all its rows and tokens; a thread those of eight rows
+//!    and eight tokens, so that a word from shared memory serves eight products.
+//! 2. Weights are widened once, on their way to shared memory; activations are copied there. [`SEGMENTS`]
+//!    segments at a time into two buffers, one being filled while the other is multiplied.
+//! 3. A group's sums: warps of an octet exchange them, first in pairs, half of the rows each, then pairs with
+//!    pairs. Groups come with the bits of their numbers turned round (0, 8, 4, 12, 2, ...), in which order
+//!    halving adds up octets 16, 8, 4 and 2 apart: sums that wait for their other half are two sets in
+//!    registers and two in shared memory.
+//! 4. At the end octets 1 apart, which other warps have, through shared memory.
 //! 5. Rows and tokens past the end repeat the last one and are not stored.
 //!
 //! Limits: columns are a multiple of [`COLUMNS`], and what [`VECTOR`](crate::dense::VECTOR) says holds.
@@ -41,7 +41,7 @@ pub const THREADS: u32 = 256;
 pub const ROWS: u32 = 64;
 
 /// Tokens of a block.
-pub const TOKENS: u32 = 16;
+pub const TOKENS: u32 = 32;
 
 /// Segments of 256 columns that are in shared memory together.
 pub const SEGMENTS: u32 = 2;
@@ -50,10 +50,10 @@ pub const SEGMENTS: u32 = 2;
 pub const COLUMNS: u32 = SEGMENTS * STEP;
 
 /// Columns of a group.
-const GROUP: u32 = 32;
+const GROUP: u32 = 16;
 /// Groups of a segment.
 const GROUPS: u32 = STEP / GROUP;
-/// Parts of four columns of a group, each a warp's.
+/// Parts of four columns of a group, each of two warps.
 const PARTS: u32 = GROUP / 4;
 
 /// Words from part to part of weights and of activations: one row more than there are, so that threads that
@@ -64,28 +64,26 @@ const TOKEN_PART: u32 = 4 * (TOKENS + 1);
 const SEGMENT: u32 = PARTS * (ROW_PART + TOKEN_PART);
 /// Words of a buffer.
 const BUFFER: u32 = SEGMENTS * SEGMENT;
-/// Words of half of the sums of all warps: four rows and four tokens a thread.
-const HALF: u32 = 16 * THREADS;
+/// Words of sums of one row and eight tokens a thread.
+const A_ROW: u32 = 8 * THREADS;
 
-/// Bytes of shared memory.
-pub const SHARED_BYTES: u32 = 4 * (2 * BUFFER + 3 * HALF);
+/// Bytes of shared memory: buffers, sums of four rows a thread to exchange, of two rows that wait, twice.
+pub const SHARED_BYTES: u32 = 4 * (2 * BUFFER + (4 + 2 * 2) * A_ROW);
 
 /// Rows and tokens of a thread.
 const R: usize = 8;
-const T: usize = 4;
-/// Rows whose sums a thread goes on with.
-const H: usize = R / 2;
+const T: usize = 8;
 
 /// Partial sums of a thread.
-type Sums = [[[f32; 4]; T]; R];
+type Sums = [[[f32; 2]; T]; R];
 
-/// Sums of four rows and four tokens.
-type Half = [[f32; T]; H];
+/// Sums of N rows.
+type Of<const N: usize> = [[f32; T]; N];
 
 #[inline(always)]
-fn plus(a: Half, b: Half) -> Half {
+fn plus<const N: usize>(a: Of<N>, b: Of<N>) -> Of<N> {
     let mut sums = a;
-    unroll!(i < H, {
+    unroll!(i < N, {
         unroll!(j < T, {
             sums[i][j] = a[i][j] + b[i][j];
         });
@@ -93,23 +91,42 @@ fn plus(a: Half, b: Half) -> Half {
     sums
 }
 
-/// Stores a thread's sums at word `at` of shared memory, of [`HALF`] words, as `warp` does.
+/// Stores a thread's sums in shared memory, at word `at` on, as `warp` does.
 #[inline(always)]
-fn put(shared: Shared<u32>, at: u32, warp: u32, sums: &Half) {
-    let at = at + warp * (16 * 32) + 4 * warp::lane_id();
-    unroll!(i < H, {
-        shared.store_v4(at + 128 * i as u32, sums[i].map(f32::to_bits));
+fn put<const N: usize>(shared: Shared<u32>, at: u32, warp: u32, sums: &Of<N>) {
+    let at = at + warp * (N as u32 * 8 * 32) + 4 * warp::lane_id();
+    unroll!(i < N, {
+        let row = sums[i].map(f32::to_bits);
+        let at = at + 256 * i as u32;
+        shared.store_v4(at, [row[0], row[1], row[2], row[3]]);
+        shared.store_v4(at + 128, [row[4], row[5], row[6], row[7]]);
     });
 }
 
 #[inline(always)]
-fn get(shared: Shared<u32>, at: u32, warp: u32) -> Half {
-    let at = at + warp * (16 * 32) + 4 * warp::lane_id();
-    let mut sums = [[0.0; T]; H];
-    unroll!(i < H, {
-        sums[i] = shared.load_v4(at + 128 * i as u32).map(f32::from_bits);
+fn get<const N: usize>(shared: Shared<u32>, at: u32, warp: u32) -> Of<N> {
+    let at = at + warp * (N as u32 * 8 * 32) + 4 * warp::lane_id();
+    let mut sums = [[0.0; T]; N];
+    unroll!(i < N, {
+        let at = at + 256 * i as u32;
+        let (a, b) = (shared.load_v4(at), shared.load_v4(at + 128));
+        sums[i] = [a[0], a[1], a[2], a[3], b[0], b[1], b[2], b[3]].map(f32::from_bits);
     });
     sums
+}
+
+/// The first N rows, and the others; the other way round where `swap`.
+#[inline(always)]
+fn halves<const M: usize, const N: usize>(sums: Of<M>, swap: bool) -> (Of<N>, Of<N>) {
+    let (mut own, mut other) = ([[0.0; T]; N], [[0.0; T]; N]);
+    unroll!(i < N, {
+        unroll!(j < T, {
+            let (low, high) = (sums[i][j], sums[N + i][j]);
+            own[i][j] = if swap { high } else { low };
+            other[i][j] = if swap { low } else { high };
+        });
+    });
+    (own, other)
 }
 
 /// Where a thread reads: its octet of a row's columns, and its four columns of a token.
@@ -126,11 +143,8 @@ struct Place<W: Weights> {
 impl<W: Weights> Place<W> {
     /// Loads the weights of a stage whose first column is `column`, where `condition` holds.
     #[inline(always)]
-    fn load(&self, condition: bool, column: u32, words: &mut [W::Words; SEGMENTS as usize]) {
-        unroll!(s < SEGMENTS as usize, {
-            let at = column + s as u32 * STEP;
-            W::reload(&self.weight, condition, at, &mut words[s]);
-        });
+    fn load(&self, condition: bool, column: u32, words: &mut W::Words) {
+        W::reload(&self.weight, condition, column, words);
     }
 
     /// Starts copying a stage's activations to a buffer.
@@ -142,33 +156,32 @@ impl<W: Weights> Place<W> {
 
     /// Puts a stage's weights into a buffer.
     #[inline(always)]
-    fn store(&self, words: [W::Words; SEGMENTS as usize], buffer: u32) {
-        unroll!(s < SEGMENTS as usize, {
-            let w = W::widen(words[s]).map(f32::to_bits);
-            let to = buffer + s as u32 * SEGMENT + self.weight_to;
-            self.shared.store_v4(to, [w[0], w[1], w[2], w[3]]);
-            self.shared
-                .store_v4(to + ROW_PART, [w[4], w[5], w[6], w[7]]);
-        });
+    fn store(&self, words: W::Words, buffer: u32) {
+        let w = W::widen(words).map(f32::to_bits);
+        let to = buffer + self.weight_to;
+        self.shared.store_v4(to, [w[0], w[1], w[2], w[3]]);
+        self.shared
+            .store_v4(to + ROW_PART, [w[4], w[5], w[6], w[7]]);
     }
 }
 
 /// Multiplies a buffer: the warp's columns of all its segments, in order.
 #[inline(always)]
 fn multiply(shared: Shared<u32>, buffer: u32, sums: &mut Sums) {
-    let (lane, part) = (warp::lane_id(), warp::warp_id());
+    let (lane, warp) = (warp::lane_id(), warp::warp_id());
+    let (part, two) = (warp / 2, warp % 2 * 2);
     unroll!(s < SEGMENTS as usize, {
-        let segment = buffer + s as u32 * SEGMENT;
+        let segment = buffer + s as u32 * SEGMENT + two;
         let rows = segment + part * ROW_PART + lane % 8 * 4;
         let tokens = segment + PARTS * ROW_PART + part * TOKEN_PART + lane / 8 * 4;
-        let mut x = [[0.0f32; 4]; T];
+        let mut x = [[0.0f32; 2]; T];
         unroll!(j < T, {
-            x[j] = shared.load_v4(tokens + 16 * j as u32).map(f32::from_bits);
+            x[j] = shared.load_v2(tokens + 16 * j as u32).map(f32::from_bits);
         });
         unroll!(i < R, {
-            let w = shared.load_v4(rows + 32 * i as u32).map(f32::from_bits);
+            let w = shared.load_v2(rows + 32 * i as u32).map(f32::from_bits);
             unroll!(j < T, {
-                unroll!(c < 4, {
+                unroll!(c < 2, {
                     sums[i][j][c] = fma(w[c], x[j][c], sums[i][j][c]);
                 });
             });
@@ -182,7 +195,8 @@ fn multiply(shared: Shared<u32>, buffer: u32, sums: &mut Sums) {
 unsafe fn body<W: Weights>(args: LinearArgs) {
     // SAFETY: the launch has that much.
     let shared = unsafe { Shared::<u32>::dynamic(0, SHARED_BYTES / 4) };
-    let (exchange, waiting) = (2 * BUFFER, 2 * BUFFER + HALF);
+    let exchange = 2 * BUFFER;
+    let waiting = [exchange + 4 * A_ROW, exchange + 6 * A_ROW];
     let t = thread::thread_idx_x();
     let warp = warp::warp_id();
     let first_row = thread::block_idx_y() * ROWS;
@@ -196,18 +210,18 @@ unsafe fn body<W: Weights>(args: LinearArgs) {
             GlobalMut::<f32>::new(args.out).at((batch * args.out_batch) as u64),
         )
     };
-    let row = batch * args.weight_batch + (first_row + t / 4).min(args.rows - 1);
-    let token = (first_token + t % 128 / 8).min(args.tokens - 1);
+    let row = batch * args.weight_batch + (first_row + t % 128 / 2).min(args.rows - 1);
+    let token = (first_token + t % 128 / 4).min(args.tokens - 1);
     let at = Place::<W> {
-        weight: weight.at(row as u64 * args.cols as u64 + u64::from(t % 4 * 8)),
+        weight: weight.at(row as u64 * args.cols as u64 + u64::from(t / 128 * STEP + t % 2 * 8)),
         x: x.at(u64::from(
-            token * args.x_stride + t / 128 * STEP + t % 8 * 4,
+            token * args.x_stride + t / 128 * STEP + t % 4 * 4,
         )),
-        weight_to: t % 4 * (2 * ROW_PART) + t / 4 * 4,
-        x_to: t / 128 * SEGMENT + PARTS * ROW_PART + t % 8 * TOKEN_PART + t % 128 / 8 * 4,
+        weight_to: t / 128 * SEGMENT + t % 2 * (2 * ROW_PART) + t % 128 / 2 * 4,
+        x_to: t / 128 * SEGMENT + PARTS * ROW_PART + t % 4 * TOKEN_PART + t % 128 / 4 * 4,
         shared,
     };
-    let mut words = [W::NONE; SEGMENTS as usize];
+    let mut words = W::NONE;
     at.load(true, 0, &mut words);
     grid::wait();
     at.copy(0, 0);
@@ -215,14 +229,13 @@ unsafe fn body<W: Weights>(args: LinearArgs) {
     cp_async_wait::<0>();
     thread::sync_threads();
 
-    // Three bits, turned round.
-    let group = |n: u32| (n & 1) << 2 | n & 2 | n >> 2;
-    let odd = warp % 2 == 1;
-    let mut pending: Half = [[0.0; T]; H];
+    // Four bits, turned round.
+    let group = |n: u32| (n & 1) << 3 | (n & 2) << 1 | n >> 1 & 2 | n >> 3;
+    let mut pending: [Of<2>; 2] = [[[0.0; T]; 2]; 2];
     let mut buffer = 0;
     let mut n = 0;
     while n < GROUPS {
-        let mut sums: Sums = [[[0.0; 4]; T]; R];
+        let mut sums: Sums = [[[0.0; 2]; T]; R];
         let mut column = group(n) * GROUP;
         while column < args.cols {
             let more = column + COLUMNS < args.cols;
@@ -246,35 +259,42 @@ unsafe fn body<W: Weights>(args: LinearArgs) {
             column += COLUMNS;
         }
 
-        let (mut own, mut other): (Half, Half) = ([[0.0; T]; H], [[0.0; T]; H]);
-        unroll!(i < H, {
+        let mut quarters: Of<R> = [[0.0; T]; R];
+        unroll!(i < R, {
             unroll!(j < T, {
-                let of = |p: [f32; 4]| (p[0] + p[1]) + (p[2] + p[3]);
-                let (low, high) = (of(sums[i][j]), of(sums[H + i][j]));
-                own[i][j] = if odd { high } else { low };
-                other[i][j] = if odd { low } else { high };
+                quarters[i][j] = sums[i][j][0] + sums[i][j][1];
             });
         });
+        let (own, other) = halves::<R, 4>(quarters, warp & 1 != 0);
         put(shared, exchange, warp, &other);
         thread::sync_threads();
-        // Its last store there is behind the next barrier but one.
-        let octet = plus(own, get(shared, exchange, warp ^ 1));
+        let half = plus(own, get(shared, exchange, warp ^ 1));
+        let (own, other) = halves::<4, 2>(half, warp & 2 != 0);
+        thread::sync_threads();
+        put(shared, exchange, warp, &other);
+        thread::sync_threads();
+        // What is stored there next is behind another stage's barrier.
+        let octet = plus(own, get(shared, exchange, warp ^ 2));
+
+        // Octets 16 apart, then 8, 4 and 2: sums that have their other half, and those that wait.
         if n % 2 == 0 {
-            pending = octet;
+            pending[0] = octet;
+        } else if n % 4 == 1 {
+            pending[1] = plus(pending[0], octet);
         } else {
-            pending = plus(pending, octet);
-            if n % 4 == 1 {
-                put(shared, waiting, warp, &pending);
+            pending[1] = plus(pending[1], plus(pending[0], octet));
+            if n % 8 == 3 {
+                put(shared, waiting[0], warp, &pending[1]);
             } else {
-                pending = plus(get(shared, waiting, warp), pending);
-                if n == 3 {
-                    put(shared, waiting + HALF, warp, &pending);
+                pending[1] = plus(get(shared, waiting[0], warp), pending[1]);
+                if n == 7 {
+                    put(shared, waiting[1], warp, &pending[1]);
                 }
             }
         }
         n += 1;
     }
-    let sums = plus(get(shared, waiting + HALF, warp), pending);
+    let sums = plus(get(shared, waiting[1], warp), pending[1]);
     thread::sync_threads();
     put(shared, exchange, warp, &sums);
     thread::sync_threads();
@@ -285,11 +305,12 @@ unsafe fn body<W: Weights>(args: LinearArgs) {
         let (i, j) = (of_block / 8, token / 4);
         let lane = token % 4 * 8 + of_block % 8;
         let octet = |o: u32| {
-            let warp = 2 * o + i / H as u32;
-            let at = exchange + warp * (16 * 32) + i % H as u32 * 128 + lane * 4 + j;
-            f32::from_bits(shared.load(at))
+            // Pairs of warps have halves of the rows by their last bit, then halves of these.
+            let warp = 4 * o + i / 4 + i % 4 / 2 * 2;
+            let at = exchange + warp * (2 * 8 * 32) + i % 2 * 256 + j / 4 * 128;
+            f32::from_bits(shared.load(at + lane * 4 + j % 4))
         };
-        let dot = (octet(0) + octet(2)) + (octet(1) + octet(3));
+        let dot = octet(0) + octet(1);
         let (row, token) = (first_row + of_block, first_token + token);
         if row < args.rows && token < args.tokens {
             // SAFETY: the caller's.

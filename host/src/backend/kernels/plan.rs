@@ -156,7 +156,7 @@ mod tests {
         let of = |tokens| linear(&H200, (256, 264), tokens, 1, true).0;
         assert_eq!([2, 3, 8, 9].map(of), [(2, 2), (2, 4), (2, 4), (4, 4)]);
         let of = |cols| linear(&H200, (256, cols), MANY, 1, true).0;
-        assert_eq!([512, 768, 6144].map(of), [(64, 16), (4, 4), (64, 16)]);
+        assert_eq!([512, 768, 6144].map(of), [(64, 32), (4, 4), (64, 32)]);
         let small = DeviceLimits {
             shared_per_block: 48 << 10,
             ..H200

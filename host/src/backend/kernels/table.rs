@@ -111,7 +111,7 @@ kernels! {
     LinearInt8Quad = linear_int8::linear_int8_quad(LinearArgs);
     /// The same, four rows and four tokens a warp.
     LinearInt8Many = linear_int8::linear_int8_many(LinearArgs);
-    /// Dense rows, 64 of them and 16 tokens a block.
+    /// Dense rows, 64 of them and 32 tokens a block.
     LinearTile = linear_tile::linear_tile(LinearArgs);
     /// The same of signed bytes.
     LinearInt8Tile = linear_tile::linear_int8_tile(LinearArgs);
