@@ -88,12 +88,16 @@ pub fn linear<B: LoadExperts>(b: &B) {
         (33, 776),
         (300, 1032),
         (70, 1536),
-        (65, 512),
+        (4300, 512),
     ] {
-        // Columns of which blocks share tiles, for tokens that fill one and for tokens that do not.
-        let tiles = [9, 16].iter().filter(|_| cols % 512 == 0);
-        for &tokens in [0, 1, 2, 3, 4, 5, 8, 33].iter().chain(tiles) {
+        // Blocks share tiles of the last two; of the last also where there are as many multiprocessors as
+        // an H200 has.
+        let large = n == 4300;
+        for tokens in [0, 1, 2, 3, 4, 5, 8, 33, 64] {
             for (add, aligned) in [(false, true), (true, false), (true, true)] {
+                if large != (tokens == 64) || large && !(add && aligned) {
+                    continue;
+                }
                 let (from, to) = (At::new(cols, aligned), At::new(n, aligned));
                 let x = rng.f32s(from.len(tokens));
                 let dims = [n, cols, tokens];

@@ -13,15 +13,12 @@ pub const EXPERT_SCRATCH: usize = 512 << 20;
 /// Tokens up to which dense layers are bound by memory.
 const FEW: u32 = 8;
 
-/// Tokens from which on a block shares a tile of weights and activations.
-const MANY: u32 = 9;
-
 /// Rows and tokens of a warp, and launch, of a dense layer of `rows` rows and `cols` columns for `tokens`
 /// tokens, in `batches`.
 ///
 /// One token: as many rows a warp, 1, 2 or 4, as still give each multiprocessor eight warps of its
 /// own. Up to eight tokens: two rows, so that registers are left for loads under way, since memory is what
-/// bounds these; more: tiles of four by four, or, of [`MANY`] tokens and more, a tile that a block shares.
+/// bounds these; more: tiles of four by four, or one that a block shares, where every multiprocessor gets one.
 /// Without the vector path one row and one token a warp.
 pub fn linear(
     limits: &DeviceLimits,
@@ -32,17 +29,19 @@ pub fn linear(
 ) -> ((u32, u32), Launch) {
     use gpu::dense::WARPS;
     use gpu::linear_tile as tile;
+    let tiles = [
+        tokens.div_ceil(tile::TOKENS),
+        rows.div_ceil(tile::ROWS),
+        batches,
+    ];
+    let blocks = tiles.iter().fold(1u32, |n, of| n.saturating_mul(*of));
     if vector
-        && tokens >= MANY
+        && tokens > FEW
+        && blocks >= limits.sms
         && cols.is_multiple_of(tile::COLUMNS)
         && limits.shared_per_block >= tile::SHARED_BYTES
     {
-        let grid = [
-            tokens.div_ceil(tile::TOKENS),
-            rows.div_ceil(tile::ROWS),
-            batches,
-        ];
-        let launch = Launch::new(grid, tile::THREADS).shared(tile::SHARED_BYTES);
+        let launch = Launch::new(tiles, tile::THREADS).shared(tile::SHARED_BYTES);
         return ((tile::ROWS, tile::TOKENS), launch);
     }
     let all = rows.saturating_mul(batches);
@@ -155,13 +154,14 @@ mod tests {
         assert_eq!(of(256, 64), (4, 1));
         let of = |tokens| linear(&H200, (256, 264), tokens, 1, true).0;
         assert_eq!([2, 3, 8, 9].map(of), [(2, 2), (2, 4), (2, 4), (4, 4)]);
-        let of = |cols| linear(&H200, (256, cols), MANY, 1, true).0;
+        let of = |cols| linear(&H200, (6144, cols), 64, 1, true).0;
         assert_eq!([512, 768, 6144].map(of), [(64, 32), (4, 4), (64, 32)]);
+        assert_eq!(linear(&H200, (6144, 512), 32, 1, true).0, (4, 4));
         let small = DeviceLimits {
             shared_per_block: 48 << 10,
             ..H200
         };
-        assert_eq!(linear(&small, (256, 512), MANY, 1, true).0, (4, 4));
+        assert_eq!(linear(&small, (6144, 512), 64, 1, true).0, (4, 4));
     }
 
     #[test]
