@@ -14,6 +14,7 @@
 
 use bytemuck::{Pod, Zeroable};
 use cuda_std::mem::{Global, GlobalMut, Slice};
+use cuda_std::shared::Shared;
 use cuda_std::{grid, thread, warp};
 
 use crate::dot::{STEP, fma8, load8, warp_reduce};
@@ -75,6 +76,12 @@ pub trait Weights {
     fn reload(w: &Global<Self::Element>, condition: bool, at: u32, to: &mut Self::Words);
     /// The same as f32.
     fn widen(words: Self::Words) -> [f32; 8];
+    /// Words that eight of them take in shared memory.
+    const WORDS: u32;
+    /// Starts copying eight from element `at` on to word `word` of `to`.
+    fn copy(w: &Global<Self::Element>, at: u32, to: Shared<u32>, word: u32);
+    /// Those eight.
+    fn take(from: Shared<u32>, word: u32) -> Self::Words;
     /// Element `at` as f32.
     fn one(w: &Global<Self::Element>, at: u32) -> f32;
     /// A dot product with the scale of `row`.

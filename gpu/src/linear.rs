@@ -11,7 +11,8 @@
 //! Limits: all but `linear_thin` need [`VECTOR`].
 
 use cuda_std::kernel;
-use cuda_std::mem::Global;
+use cuda_std::mem::{Global, cp_async_16};
+use cuda_std::shared::Shared;
 
 pub use crate::dense::LinearArgs;
 
@@ -47,6 +48,18 @@ impl Weights for Bf16 {
             low(w[3]),
             high(w[3]),
         ]
+    }
+
+    const WORDS: u32 = 4;
+
+    #[inline(always)]
+    fn copy(w: &Global<u16>, at: u32, to: Shared<u32>, word: u32) {
+        cp_async_16(to, word, *w, at / 2);
+    }
+
+    #[inline(always)]
+    fn take(from: Shared<u32>, word: u32) -> [u32; 4] {
+        from.load_v4(word)
     }
 
     #[inline(always)]

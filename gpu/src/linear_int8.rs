@@ -12,7 +12,8 @@
 
 use cuda_std::intrinsics::prmt;
 use cuda_std::kernel;
-use cuda_std::mem::Global;
+use cuda_std::mem::{Global, cp_async_8};
+use cuda_std::shared::Shared;
 
 pub use crate::dense::LinearArgs;
 
@@ -46,6 +47,18 @@ impl Weights for Int8 {
         [
             low[0], low[1], low[2], low[3], high[0], high[1], high[2], high[3],
         ]
+    }
+
+    const WORDS: u32 = 2;
+
+    #[inline(always)]
+    fn copy(w: &Global<u8>, at: u32, to: Shared<u32>, word: u32) {
+        cp_async_8(to, word, *w, at / 4);
+    }
+
+    #[inline(always)]
+    fn take(from: Shared<u32>, word: u32) -> [u32; 2] {
+        from.load_v2(word)
     }
 
     #[inline(always)]

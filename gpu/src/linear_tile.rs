@@ -8,8 +8,9 @@
 //!    neighbouring ones at a time, a group, through all segments of 256 columns; each of its eight warps
 //!    has two of them, a quarter of an octet, of all its rows and tokens; a thread those of eight rows
 //!    and eight tokens, so that a word from shared memory serves eight products.
-//! 2. Weights are widened once, on their way to shared memory; activations are copied there. [`SEGMENTS`]
-//!    segments at a time into two buffers, one being filled while the other is multiplied.
+//! 2. A stage is [`SEGMENTS`] segments of a group. [`DEPTH`] stages are under way: while one is multiplied, the
+//!    next one's weights are widened, once for all tokens, by the threads that copied them, and those after
+//!    it are being copied to shared memory.
 //! 3. A group's sums: warps of an octet exchange them, first in pairs, half of the rows each, then pairs with
 //!    pairs. Groups come with the bits of their numbers turned round (0, 8, 4, 12, 2, ...), in which order
 //!    halving adds up octets 16, 8, 4 and 2 apart: sums that wait for their other half are two sets in
@@ -19,7 +20,7 @@
 //!
 //! Limits: columns are a multiple of [`COLUMNS`], and what [`VECTOR`](crate::dense::VECTOR) says holds.
 //!
-//! Shared memory: [`SHARED_BYTES`].
+//! Shared memory: [`shared_bytes`].
 
 use cuda_std::mem::{Global, GlobalMut, cp_async_16, cp_async_commit, cp_async_wait};
 use cuda_std::shared::Shared;
@@ -43,11 +44,14 @@ pub const ROWS: u32 = 64;
 /// Tokens of a block.
 pub const TOKENS: u32 = 32;
 
-/// Segments of 256 columns that are in shared memory together.
+/// Segments of 256 columns that a stage has.
 pub const SEGMENTS: u32 = 2;
 
 /// Columns are a multiple of this.
 pub const COLUMNS: u32 = SEGMENTS * STEP;
+
+/// Stages under way.
+const DEPTH: u32 = 3;
 
 /// Columns of a group.
 const GROUP: u32 = 16;
@@ -60,15 +64,23 @@ const PARTS: u32 = GROUP / 4;
 /// store neighbouring parts use different banks.
 const ROW_PART: u32 = 4 * (ROWS + 1);
 const TOKEN_PART: u32 = 4 * (TOKENS + 1);
-/// Words of a segment.
-const SEGMENT: u32 = PARTS * (ROW_PART + TOKEN_PART);
-/// Words of a buffer.
-const BUFFER: u32 = SEGMENTS * SEGMENT;
+/// Words of a stage's widened weights, and of its activations.
+const WIDE: u32 = SEGMENTS * PARTS * ROW_PART;
+const X: u32 = SEGMENTS * PARTS * TOKEN_PART;
 /// Words of sums of one row and eight tokens a thread.
 const A_ROW: u32 = 8 * THREADS;
 
-/// Bytes of shared memory: buffers, sums of four rows a thread to exchange, of two rows that wait, twice.
-pub const SHARED_BYTES: u32 = 4 * (2 * BUFFER + (4 + 2 * 2) * A_ROW);
+/// Words of a stage as it is copied, weights of which take `words` a thread.
+const fn copied(words: u32) -> u32 {
+    X + words * THREADS
+}
+
+/// Bytes of shared memory, for weights of bytes or of bf16: stages as copied, two of widened weights, sums of
+/// four rows a thread to exchange, of two rows that wait, twice.
+pub const fn shared_bytes(int8: bool) -> u32 {
+    let words = if int8 { Int8::WORDS } else { Bf16::WORDS };
+    4 * (DEPTH * copied(words) + 2 * WIDE + (4 + 2 * 2) * A_ROW)
+}
 
 /// Rows and tokens of a thread.
 const R: usize = 8;
@@ -129,51 +141,97 @@ fn halves<const M: usize, const N: usize>(sums: Of<M>, swap: bool) -> (Of<N>, Of
     (own, other)
 }
 
-/// Where a thread reads: its octet of a row's columns, and its four columns of a token.
+/// What a thread copies and widens: an octet of a row's columns, and four columns of a token.
 struct Place<W: Weights> {
     weight: Global<W::Element>,
     x: Global<u32>,
-    /// Word of a buffer that its first four weights of a segment go to.
-    weight_to: u32,
-    /// Word that its activations go to.
+    /// Where its activations go in a stage as it is copied; weights are behind all of these.
     x_to: u32,
+    /// Where its first four weights go in a stage's widened ones.
+    wide_to: u32,
     shared: Shared<u32>,
 }
 
 impl<W: Weights> Place<W> {
-    /// Loads the weights of a stage whose first column is `column`, where `condition` holds.
     #[inline(always)]
-    fn load(&self, condition: bool, column: u32, words: &mut W::Words) {
-        W::reload(&self.weight, condition, column, words);
+    fn weights_at(stage: u32) -> u32 {
+        stage + X + W::WORDS * thread::thread_idx_x()
     }
 
-    /// Starts copying a stage's activations to a buffer.
+    /// Starts copying the weights of the stage whose first column is `column` to word `stage`.
     #[inline(always)]
-    fn copy(&self, column: u32, buffer: u32) {
-        cp_async_16(self.shared, buffer + self.x_to, self.x, column);
-        cp_async_commit();
+    fn copy_weights(&self, column: u32, stage: u32) {
+        W::copy(&self.weight, column, self.shared, Self::weights_at(stage));
     }
 
-    /// Puts a stage's weights into a buffer.
+    /// The same of activations.
     #[inline(always)]
-    fn store(&self, words: W::Words, buffer: u32) {
+    fn copy_x(&self, column: u32, stage: u32) {
+        cp_async_16(self.shared, stage + self.x_to, self.x, column);
+    }
+
+    /// Widens the weights of the stage at word `stage` to word `wide`.
+    #[inline(always)]
+    fn widen(&self, stage: u32, wide: u32) {
+        let words = W::take(self.shared, Self::weights_at(stage));
         let w = W::widen(words).map(f32::to_bits);
-        let to = buffer + self.weight_to;
+        let to = wide + self.wide_to;
         self.shared.store_v4(to, [w[0], w[1], w[2], w[3]]);
         self.shared
             .store_v4(to + ROW_PART, [w[4], w[5], w[6], w[7]]);
     }
 }
 
-/// Multiplies a buffer: the warp's columns of all its segments, in order.
+/// A stage. Those of a group come one behind the other, groups in their order.
+#[derive(Clone, Copy)]
+struct Stage {
+    cols: u32,
+    /// How many groups came before, and the first column.
+    n: u32,
+    column: u32,
+    /// Where it is, or will be, in shared memory: one of [`DEPTH`] places of `size` words.
+    at: u32,
+    size: u32,
+}
+
+impl Stage {
+    /// The first column of group `n`: four bits, turned round.
+    #[inline(always)]
+    fn first(n: u32) -> u32 {
+        ((n & 1) << 3 | (n & 2) << 1 | n >> 1 & 2 | n >> 3) * GROUP
+    }
+
+    /// Goes on to the next one; whether that is of another group.
+    #[inline(always)]
+    fn step(&mut self) -> bool {
+        self.at += self.size;
+        if self.at == DEPTH * self.size {
+            self.at = 0;
+        }
+        self.column += COLUMNS;
+        let over = self.column >= self.cols;
+        if over {
+            self.n += 1;
+            self.column = Self::first(self.n);
+        }
+        over
+    }
+
+    #[inline(always)]
+    fn there(&self) -> bool {
+        self.n < GROUPS
+    }
+}
+
+/// Multiplies a stage: the warp's columns of all its segments, in order.
 #[inline(always)]
-fn multiply(shared: Shared<u32>, buffer: u32, sums: &mut Sums) {
+fn multiply(shared: Shared<u32>, stage: u32, wide: u32, sums: &mut Sums) {
     let (lane, warp) = (warp::lane_id(), warp::warp_id());
     let (part, two) = (warp / 2, warp % 2 * 2);
     unroll!(s < SEGMENTS as usize, {
-        let segment = buffer + s as u32 * SEGMENT + two;
-        let rows = segment + part * ROW_PART + lane % 8 * 4;
-        let tokens = segment + PARTS * ROW_PART + part * TOKEN_PART + lane / 8 * 4;
+        let s = s as u32 * PARTS + part;
+        let rows = wide + s * ROW_PART + lane % 8 * 4 + two;
+        let tokens = stage + s * TOKEN_PART + lane / 8 * 4 + two;
         let mut x = [[0.0f32; 2]; T];
         unroll!(j < T, {
             x[j] = shared.load_v2(tokens + 16 * j as u32).map(f32::from_bits);
@@ -194,8 +252,10 @@ fn multiply(shared: Shared<u32>, buffer: u32, sums: &mut Sums) {
 #[inline(always)]
 unsafe fn body<W: Weights>(args: LinearArgs) {
     // SAFETY: the launch has that much.
-    let shared = unsafe { Shared::<u32>::dynamic(0, SHARED_BYTES / 4) };
-    let exchange = 2 * BUFFER;
+    let shared = unsafe { Shared::<u32>::dynamic(0, shared_bytes(W::WORDS == Int8::WORDS) / 4) };
+    let size = copied(W::WORDS);
+    let wide = DEPTH * size;
+    let exchange = wide + 2 * WIDE;
     let waiting = [exchange + 4 * A_ROW, exchange + 6 * A_ROW];
     let t = thread::thread_idx_x();
     let warp = warp::warp_id();
@@ -217,46 +277,55 @@ unsafe fn body<W: Weights>(args: LinearArgs) {
         x: x.at(u64::from(
             token * args.x_stride + t / 128 * STEP + t % 4 * 4,
         )),
-        weight_to: t / 128 * SEGMENT + t % 2 * (2 * ROW_PART) + t % 128 / 2 * 4,
-        x_to: t / 128 * SEGMENT + PARTS * ROW_PART + t % 4 * TOKEN_PART + t % 128 / 4 * 4,
+        x_to: (t / 128 * PARTS + t % 4) * TOKEN_PART + t % 128 / 4 * 4,
+        wide_to: (t / 128 * PARTS + t % 2 * 2) * ROW_PART + t % 128 / 2 * 4,
         shared,
     };
-    let mut words = W::NONE;
-    at.load(true, 0, &mut words);
+    let first = Stage {
+        cols: args.cols,
+        n: 0,
+        column: 0,
+        at: 0,
+        size,
+    };
+    let (mut now, mut ahead) = (first, first);
+    unroll!(_stage < (DEPTH - 1) as usize, {
+        at.copy_weights(ahead.column, ahead.at);
+        ahead.step();
+    });
     grid::wait();
-    at.copy(0, 0);
-    at.store(words, 0);
-    cp_async_wait::<0>();
+    ahead = first;
+    unroll!(_stage < (DEPTH - 1) as usize, {
+        at.copy_x(ahead.column, ahead.at);
+        cp_async_commit();
+        ahead.step();
+    });
+    cp_async_wait::<{ DEPTH - 2 }>();
+    at.widen(now.at, wide);
     thread::sync_threads();
 
-    // Four bits, turned round.
-    let group = |n: u32| (n & 1) << 3 | (n & 2) << 1 | n >> 1 & 2 | n >> 3;
+    let mut widened = 0;
     let mut pending: [Of<2>; 2] = [[[0.0; T]; 2]; 2];
-    let mut buffer = 0;
-    let mut n = 0;
-    while n < GROUPS {
+    while now.there() {
+        let n = now.n;
         let mut sums: Sums = [[[0.0; 2]; T]; R];
-        let mut column = group(n) * GROUP;
-        while column < args.cols {
-            let more = column + COLUMNS < args.cols;
-            let next = if more {
-                column + COLUMNS
-            } else {
-                group(n + 1) * GROUP
-            };
-            let any = more || n + 1 < GROUPS;
-            at.load(any, next, &mut words);
-            if any {
-                at.copy(next, BUFFER - buffer);
+        let mut over = false;
+        while !over {
+            // Its place is that of the stage before this one, which all have left.
+            if ahead.there() {
+                at.copy_weights(ahead.column, ahead.at);
+                at.copy_x(ahead.column, ahead.at);
             }
-            multiply(shared, buffer, &mut sums);
-            buffer = BUFFER - buffer;
-            if any {
-                at.store(words, buffer);
+            cp_async_commit();
+            ahead.step();
+            multiply(shared, now.at, wide + widened, &mut sums);
+            widened = WIDE - widened;
+            over = now.step();
+            cp_async_wait::<{ DEPTH - 2 }>();
+            if now.there() {
+                at.widen(now.at, wide + widened);
             }
-            cp_async_wait::<0>();
             thread::sync_threads();
-            column += COLUMNS;
         }
 
         let mut quarters: Of<R> = [[0.0; T]; R];
@@ -292,7 +361,6 @@ unsafe fn body<W: Weights>(args: LinearArgs) {
                 }
             }
         }
-        n += 1;
     }
     let sums = plus(get(shared, waiting[1], warp), pending[1]);
     thread::sync_threads();

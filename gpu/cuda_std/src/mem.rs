@@ -508,7 +508,31 @@ pub fn cp_async_16<T: Pod, U: Pod>(
     #[cfg(not(target_arch = "nvptx64"))]
     {
         let bytes: [u32; 4] = source.read(bytes_to::<u32>(source_word), 16);
-        emulator::copy_start(destination.address(), destination.bytes(), word, bytes);
+        emulator::copy_start(destination.address(), destination.bytes(), word, &bytes);
+    }
+}
+
+/// As [`cp_async_16`] for 8 bytes, through the L1 cache (`cp.async.ca`): two words, both 8-byte aligned.
+#[inline(always)]
+#[track_caller]
+pub fn cp_async_8<T: Pod, U: Pod>(
+    destination: Shared<T>,
+    word: u32,
+    source: Global<U>,
+    source_word: u32,
+) {
+    #[cfg(target_arch = "nvptx64")]
+    // SAFETY: in bounds by the contracts of the views.
+    unsafe {
+        core::arch::asm!("cp.async.ca.shared.global [{d}], [{s}], 8;",
+            d = in(reg32) destination.address() + word * 4,
+            s = in(reg64) source.addr + bytes_to::<u32>(source_word),
+            options(nostack, preserves_flags));
+    }
+    #[cfg(not(target_arch = "nvptx64"))]
+    {
+        let bytes: [u32; 2] = source.read(bytes_to::<u32>(source_word), 8);
+        emulator::copy_start(destination.address(), destination.bytes(), word, &bytes);
     }
 }
 

@@ -190,7 +190,9 @@ impl Clock {
 struct Copy {
     address: u32,
     group: u32,
-    bytes: [u32; 4],
+    words: [u32; 4],
+    /// How many of these.
+    count: usize,
 }
 
 /// A thread's asynchronous copies.
@@ -385,8 +387,9 @@ impl SharedMemory {
             .iter()
             .take_while(|copy| copy.group < done)
             .count();
-        for Copy { address, bytes, .. } in copies.pending.drain(..count) {
-            for (i, bytes) in bytes.into_iter().enumerate() {
+        for copy in copies.pending.drain(..count) {
+            let address = copy.address;
+            for (i, bytes) in copy.words.into_iter().take(copy.count).enumerate() {
                 let word = address as usize / 4 + i;
                 // From here on it is this thread's write, which others need a barrier to see.
                 self.entries[word] = Entry {
@@ -527,21 +530,29 @@ pub(crate) fn shared_add(start: u32, bytes: u32, at: u64, value: u32) -> u32 {
     std::mem::replace(word, word.wrapping_add(value))
 }
 
-/// The start of an asynchronous copy of 16 bytes to word `word` of a view.
+/// The start of an asynchronous copy of two or four words to word `word` of a view.
 #[track_caller]
-pub(crate) fn copy_start(start: u32, bytes: u32, word: u32, source: [u32; 4]) {
+pub(crate) fn copy_start(start: u32, bytes: u32, word: u32, source: &[u32]) {
     let context = context();
-    let address = check(start, bytes, u64::from(word) * 4, 16, 16);
+    let size = size_of_val(source);
+    let address = check(start, bytes, u64::from(word) * 4, size, size);
     let access = Access::Copy;
-    if let Err((word, finding)) = context.shared.access(address, 16, context.thread, access) {
+    if let Err((word, finding)) =
+        context
+            .shared
+            .access(address, size as u32, context.thread, access)
+    {
         report(word, &finding, access, Location::caller());
     }
     context.stats.async_copies += 1;
     let copies = &mut context.shared.copies[context.thread as usize];
+    let mut words = [0; 4];
+    words[..source.len()].copy_from_slice(source);
     copies.pending.push(Copy {
         address,
         group: copies.groups,
-        bytes: source,
+        words,
+        count: source.len(),
     });
 }
 

@@ -139,7 +139,7 @@ impl<D: Device> KernelBackend<D> {
             reserved: 0,
         };
         let limits = self.device().limits();
-        let (tile, launch) = plan::linear(limits, (rows, cols), tokens, batch.n, vector);
+        let (tile, launch) = plan::linear(limits, (rows, cols), tokens, batch.n, vector, part.int8);
         match (part.int8, tile) {
             (false, (1, 1)) => self.launch::<LinearThin>(launch, args),
             (false, (2, 1)) => self.launch::<LinearTwo>(launch, args),

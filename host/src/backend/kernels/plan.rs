@@ -13,8 +13,8 @@ pub const EXPERT_SCRATCH: usize = 512 << 20;
 /// Tokens up to which dense layers are bound by memory.
 const FEW: u32 = 8;
 
-/// Rows and tokens of a warp, and launch, of a dense layer of `rows` rows and `cols` columns for `tokens`
-/// tokens, in `batches`.
+/// Rows and tokens of a warp, and launch, of a dense layer of `rows` rows and `cols` columns, of bytes or of
+/// bf16, for `tokens` tokens, in `batches`.
 ///
 /// One token: as many rows a warp, 1, 2 or 4, as still give each multiprocessor eight warps of its
 /// own. Up to eight tokens: two rows, so that registers are left for loads under way, since memory is what
@@ -26,6 +26,7 @@ pub fn linear(
     tokens: u32,
     batches: u32,
     vector: bool,
+    int8: bool,
 ) -> ((u32, u32), Launch) {
     use gpu::dense::WARPS;
     use gpu::linear_tile as tile;
@@ -39,9 +40,9 @@ pub fn linear(
         && tokens > FEW
         && blocks >= limits.sms
         && cols.is_multiple_of(tile::COLUMNS)
-        && limits.shared_per_block >= tile::SHARED_BYTES
+        && limits.shared_per_block >= tile::shared_bytes(int8)
     {
-        let launch = Launch::new(tiles, tile::THREADS).shared(tile::SHARED_BYTES);
+        let launch = Launch::new(tiles, tile::THREADS).shared(tile::shared_bytes(int8));
         return ((tile::ROWS, tile::TOKENS), launch);
     }
     let all = rows.saturating_mul(batches);
@@ -133,7 +134,7 @@ mod tests {
             for tokens in [1, 2, 4, 5, 256] {
                 for vector in [false, true] {
                     for cols in [6144, 6152] {
-                        let (tile, launch) = linear(&H200, (rows, cols), tokens, 3, vector);
+                        let (tile, launch) = linear(&H200, (rows, cols), tokens, 3, vector, true);
                         assert_eq!(launch.grid[0], tokens.div_ceil(tile.1));
                         let warps = if tile.0 > 4 { 1 } else { 4 };
                         assert_eq!(launch.grid[1], rows.div_ceil(warps * tile.0));
@@ -147,21 +148,21 @@ mod tests {
 
     #[test]
     fn few_rows_take_a_warp_each() {
-        let of = |rows, batches| linear(&H200, (rows, 6144), 1, batches, true).0;
+        let of = |rows, batches| linear(&H200, (rows, 6144), 1, batches, true, true).0;
         assert_eq!(of(256, 1), (1, 1));
         assert_eq!(of(2784, 1), (2, 1));
         assert_eq!(of(6144, 1), (4, 1));
         assert_eq!(of(256, 64), (4, 1));
-        let of = |tokens| linear(&H200, (256, 264), tokens, 1, true).0;
+        let of = |tokens| linear(&H200, (256, 264), tokens, 1, true, true).0;
         assert_eq!([2, 3, 8, 9].map(of), [(2, 2), (2, 4), (2, 4), (4, 4)]);
-        let of = |cols| linear(&H200, (6144, cols), 64, 1, true).0;
+        let of = |cols| linear(&H200, (6144, cols), 64, 1, true, true).0;
         assert_eq!([512, 768, 6144].map(of), [(64, 32), (4, 4), (64, 32)]);
-        assert_eq!(linear(&H200, (6144, 512), 32, 1, true).0, (4, 4));
+        assert_eq!(linear(&H200, (6144, 512), 32, 1, true, true).0, (4, 4));
         let small = DeviceLimits {
             shared_per_block: 48 << 10,
             ..H200
         };
-        assert_eq!(linear(&small, (6144, 512), 64, 1, true).0, (4, 4));
+        assert_eq!(linear(&small, (6144, 512), 64, 1, true, true).0, (4, 4));
     }
 
     #[test]
@@ -193,7 +194,7 @@ mod tests {
             shared_per_block: 99 << 10,
             ..H200
         };
-        assert_eq!(attention(&consumer, &mla, 32, 64, true).0, 4);
+        assert_eq!(attention(&consumer, &mla, 32, 64, true, true).0, 4);
         assert_eq!(of(&Mla { heads: 8, ..mla }, 32, 64), (8, 1));
         assert_eq!(of(&Mla { heads: 4, ..mla }, 32, 64), (4, 1));
         assert_eq!(of(&Mla { latent: 128, ..mla }, 32, 64), (16, 1));
