@@ -25,7 +25,8 @@ use host::backend::kernels::{
     CudaDevice, DecodePlane3, DecodeRansPair, DecodeRansTriple, Device, DeviceLimits, DeviceMemory,
     EmulatedDevice, Launch, MatmulPlane3, MatmulPlane3Half, MatmulPlane3Narrow, MatmulRansMmaPair,
     MatmulRansMmaTriple, MatmulRansPair, MatmulRansTokensPair, MatmulRansTokensTriple,
-    MatmulRansTriple, MatmulRaw, MatmulRawMma, MatmulRawNarrow, MatmulRawTokens,
+    MatmulRansTriple, MatmulRaw, MatmulRawMma, MatmulRawMmaGrouped, MatmulRawNarrow,
+    MatmulRawTokens,
 };
 use host::codec::{Table, count_symbols, encode, plane3};
 use nibbles::{DATA, Data, Rng};
@@ -37,6 +38,7 @@ enum Kernel {
     RawNarrow,
     RawTokens,
     RawMma,
+    RawMmaGrouped,
     Rans(Symbol),
     RansTokens(Symbol),
     RansMma(Symbol),
@@ -74,6 +76,7 @@ impl<D: Device> On<D> {
                 Kernel::RawNarrow => self.0.launch::<MatmulRawNarrow>(*launch, *args),
                 Kernel::RawTokens => self.0.launch::<MatmulRawTokens>(*launch, *args),
                 Kernel::RawMma => self.0.launch::<MatmulRawMma>(*launch, *args),
+                Kernel::RawMmaGrouped => self.0.launch::<MatmulRawMmaGrouped>(*launch, *args),
                 Kernel::Rans(Symbol::Pair) => self.0.launch::<MatmulRansPair>(*launch, *args),
                 Kernel::Rans(Symbol::Triple) => self.0.launch::<MatmulRansTriple>(*launch, *args),
                 Kernel::RansTokens(Symbol::Pair) => {
@@ -528,7 +531,7 @@ impl<'a, D: Device> Layer<'a, D> {
             }
             let mut args = self.args;
             args.sources = sources;
-            let mma = several && !case.grouped && case.direct;
+            let mma = several && case.direct;
             let (launch, job_rows) = if mma {
                 coded_plan::matmul_raw_mma(&limits, case.rows, &self.folds, matrices)
             } else {
@@ -540,7 +543,9 @@ impl<'a, D: Device> Layer<'a, D> {
                 args.scratch = self.scratch();
             }
             (args.min_tokens, args.max_tokens) = (least, if several { u32::MAX } else { 1 });
-            let kernel = if mma {
+            let kernel = if mma && case.grouped {
+                Kernel::RawMmaGrouped
+            } else if mma {
                 Kernel::RawMma
             } else if several {
                 Kernel::RawTokens

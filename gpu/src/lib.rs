@@ -48,6 +48,7 @@ pub mod matmul_rans_mma;
 pub mod matmul_rans_tokens;
 pub mod matmul_raw;
 pub mod matmul_raw_mma;
+pub mod matmul_raw_mma_grouped;
 pub mod matmul_raw_narrow;
 pub mod narrow;
 pub mod norm;

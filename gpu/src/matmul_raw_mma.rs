@@ -42,7 +42,7 @@ pub const BLOCKS: u32 = 2;
 pub const ROWS: u32 = 16;
 
 /// Tokens of a multiplication.
-const TOKENS: u32 = 8;
+pub(crate) const TOKENS: u32 = 8;
 
 /// See the module; for experts with any number of tokens. `args.grouped` must be 0.
 ///
@@ -77,14 +77,14 @@ pub unsafe fn matmul_raw_mma(args: ExpertArgs) {
 }
 
 /// Bytes of the activations of 8 columns (even low): of the even and of the odd columns.
-struct Bytes {
-    high: [u32; 2],
-    low: [u32; 2],
+pub(crate) struct Bytes {
+    pub(crate) high: [u32; 2],
+    pub(crate) low: [u32; 2],
 }
 
 /// Cuts 8 columns' activations into bytes.
 #[inline(always)]
-fn bytes(x: [u32; 4]) -> Bytes {
+pub(crate) fn bytes(x: [u32; 4]) -> Bytes {
     let even = [prmt(x[0], x[1], 0x5140), prmt(x[2], x[3], 0x5140)];
     let odd = [prmt(x[0], x[1], 0x7362), prmt(x[2], x[3], 0x7362)];
     let low = |of: [u32; 2]| prmt(of[0], of[1], 0x5410);

@@ -586,18 +586,17 @@ impl<D: Device> KernelBackend<D> {
             } else {
                 (1, 1)
             };
-            let mma = several && args.grouped == 0;
-            let (launch, job_rows) = if mma {
+            let (launch, job_rows) = if several {
                 coded_plan::matmul_raw_mma(limits, class.rows, &class.folds, matrices)
             } else {
-                coded_plan::matmul_raw(limits, class.rows, &class.folds, matrices, several)
+                coded_plan::matmul_raw(limits, class.rows, &class.folds, matrices, false)
             };
             args.job_rows = job_rows;
             args.blocks = (class.rows as u32).div_ceil(job_rows);
-            if mma {
+            if several && args.grouped == 0 {
                 self.launch::<MatmulRawMma>(launch, args)?;
             } else if several {
-                self.launch::<MatmulRawTokens>(launch, args)?;
+                self.launch::<MatmulRawMmaGrouped>(launch, args)?;
             } else if class.folds.fold < gpu::matmul_raw::NARROW {
                 self.launch::<MatmulRawNarrow>(launch, args)?;
             } else {

@@ -194,7 +194,7 @@ mod tests {
             shared_per_block: 99 << 10,
             ..H200
         };
-        assert_eq!(attention(&consumer, &mla, 32, 64, true, true).0, 4);
+        assert_eq!(attention(&consumer, &mla, 32, 64, true).0, 4);
         assert_eq!(of(&Mla { heads: 8, ..mla }, 32, 64), (8, 1));
         assert_eq!(of(&Mla { heads: 4, ..mla }, 32, 64), (4, 1));
         assert_eq!(of(&Mla { latent: 128, ..mla }, 32, 64), (16, 1));

@@ -163,6 +163,8 @@ kernels! {
     MatmulRawTokens = matmul_raw::matmul_raw_tokens(ExpertArgs);
     /// Raw matrices with row scales of experts with several tokens, on tensor cores.
     MatmulRawMma = matmul_raw_mma::matmul_raw_mma(ExpertArgs);
+    /// The same with grouped scales.
+    MatmulRawMmaGrouped = matmul_raw_mma_grouped::matmul_raw_mma_grouped(ExpertArgs);
     /// Matrices coded in pairs, of experts with one token: decoded to registers.
     MatmulRansPair = matmul_rans::matmul_rans_pair(ExpertArgs);
     /// Matrices coded in triples, likewise.
