@@ -26,7 +26,6 @@ use host::backend::kernels::{
     EmulatedDevice, Launch, MatmulPlane3, MatmulPlane3Half, MatmulPlane3Narrow, MatmulRansMmaPair,
     MatmulRansMmaTriple, MatmulRansPair, MatmulRansTokensPair, MatmulRansTokensTriple,
     MatmulRansTriple, MatmulRaw, MatmulRawMma, MatmulRawMmaGrouped, MatmulRawNarrow,
-    MatmulRawTokens,
 };
 use host::codec::{Table, count_symbols, encode, plane3};
 use nibbles::{DATA, Data, Rng};
@@ -36,7 +35,6 @@ use nibbles::{DATA, Data, Rng};
 enum Kernel {
     Raw,
     RawNarrow,
-    RawTokens,
     RawMma,
     RawMmaGrouped,
     Rans(Symbol),
@@ -74,7 +72,6 @@ impl<D: Device> On<D> {
             match kernel {
                 Kernel::Raw => self.0.launch::<MatmulRaw>(*launch, *args),
                 Kernel::RawNarrow => self.0.launch::<MatmulRawNarrow>(*launch, *args),
-                Kernel::RawTokens => self.0.launch::<MatmulRawTokens>(*launch, *args),
                 Kernel::RawMma => self.0.launch::<MatmulRawMma>(*launch, *args),
                 Kernel::RawMmaGrouped => self.0.launch::<MatmulRawMmaGrouped>(*launch, *args),
                 Kernel::Rans(Symbol::Pair) => self.0.launch::<MatmulRansPair>(*launch, *args),
@@ -531,11 +528,10 @@ impl<'a, D: Device> Layer<'a, D> {
             }
             let mut args = self.args;
             args.sources = sources;
-            let mma = several && case.direct;
-            let (launch, job_rows) = if mma {
+            let (launch, job_rows) = if several {
                 coded_plan::matmul_raw_mma(&limits, case.rows, &self.folds, matrices)
             } else {
-                coded_plan::matmul_raw(&limits, case.rows, &self.folds, matrices, several)
+                coded_plan::matmul_raw(&limits, case.rows, &self.folds, matrices)
             };
             args.job_rows = job_rows;
             args.blocks = case.rows.div_ceil(job_rows as usize) as u32;
@@ -543,12 +539,10 @@ impl<'a, D: Device> Layer<'a, D> {
                 args.scratch = self.scratch();
             }
             (args.min_tokens, args.max_tokens) = (least, if several { u32::MAX } else { 1 });
-            let kernel = if mma && case.grouped {
+            let kernel = if several && case.grouped {
                 Kernel::RawMmaGrouped
-            } else if mma {
-                Kernel::RawMma
             } else if several {
-                Kernel::RawTokens
+                Kernel::RawMma
             } else if self.folds.fold < gpu::matmul_raw::NARROW {
                 Kernel::RawNarrow
             } else {

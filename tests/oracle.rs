@@ -215,6 +215,7 @@ fn held_out(dir: &Path, want: f64) {
         speculate: 0,
         repin: 0,
         kv: KvFormat::F32,
+        batch: host::model::BATCH,
     };
     let mut engine = host::engine::open(dir, options, |_, _| ()).unwrap();
     let ids = read_ids(&support::data().join("val.u16")).unwrap();

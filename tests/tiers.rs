@@ -540,6 +540,7 @@ fn options() -> Options {
         speculate: 0,
         repin: 0,
         kv: KvFormat::F32,
+        batch: host::model::BATCH,
     }
 }
 

@@ -59,7 +59,7 @@ pub struct MatrixDesc {
 
 const _: () = assert!(size_of::<MatrixDesc>() == 72);
 
-/// Arguments of the expert kernels: `matmul_raw`, `matmul_raw_tokens`, `matmul_raw_mma`,
+/// Arguments of the expert kernels: `matmul_raw`, `matmul_raw_mma`,
 /// `matmul_raw_narrow`, `matmul_rans_*`,
 /// `matmul_rans_tokens_*`, `matmul_rans_mma_*`, `decode_rans_*`, `matmul_plane3`, `decode_plane3`.
 ///

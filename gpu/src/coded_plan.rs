@@ -205,7 +205,7 @@ fn plane3_launch(
     Launch::new([grid, 1, 1], warps * 32).shared(warps * warp_bytes)
 }
 
-/// `matmul_raw` or, for narrow folds, `matmul_raw_narrow` (`several` false), or `matmul_raw_tokens`: the launch and
+/// `matmul_raw` or, for narrow folds, `matmul_raw_narrow`: the launch and
 /// [`crate::abi::ExpertArgs::job_rows`]. `matrices` is the number of (expert, matrix) at most.
 ///
 /// Rows of a job are chosen so that the warps' last round is full, at a cost of about 4 rows for a
@@ -215,11 +215,8 @@ pub fn matmul_raw(
     rows: usize,
     folds: &Folds,
     matrices: u64,
-    several: bool,
 ) -> (Launch, u32) {
-    let (threads, blocks) = if several {
-        (matmul_raw::THREADS_TOKENS, 2)
-    } else if folds.fold < matmul_raw::NARROW {
+    let (threads, blocks) = if folds.fold < matmul_raw::NARROW {
         (matmul_raw_narrow::THREADS, matmul_raw_narrow::BLOCKS)
     } else {
         (matmul_raw::THREADS, 3)
@@ -383,11 +380,11 @@ mod tests {
     fn raw_jobs_fill_their_rounds() {
         // Gate and up of 8 experts: 16 matrices of 2,048 rows and three segments.
         let folds = Folds::new(6144).unwrap();
-        let (launch, rows) = matmul_raw(&H200, 2048, &folds, 16, false);
+        let (launch, rows) = matmul_raw(&H200, 2048, &folds, 16);
         assert_eq!((launch.grid[0], rows), (384, 32));
-        let (launch, rows) = matmul_raw(&H200, 6144, &Folds::new(2048).unwrap(), 8, false);
+        let (launch, rows) = matmul_raw(&H200, 6144, &Folds::new(2048).unwrap(), 8);
         assert_eq!((launch.grid[0], rows), (384, 16));
-        let (launch, _) = matmul_raw(&H200, 1, &Folds::new(64).unwrap(), 1, true);
+        let (launch, _) = matmul_raw(&H200, 1, &Folds::new(64).unwrap(), 1);
         assert_eq!(launch.grid[0], 1);
     }
 }

@@ -1,5 +1,5 @@
-//! Raw int4 expert matrices times tokens: `matmul_raw` (one token, folds of 1,024 columns or more),
-//! `matmul_raw_tokens` (several).
+//! Raw int4 expert matrices times one token, folds of 1,024 columns or more: `matmul_raw`. Narrower folds:
+//! [`mod@crate::matmul_raw_narrow`]; several tokens: [`mod@crate::matmul_raw_mma`].
 //!
 //! Results as of `matmul_rans_*`, from packed nibbles in memory, row-major, the even column in the
 //! low half of a byte. Coded matrices come from `scratch`, where `decode_rans_*` left them.
@@ -10,13 +10,8 @@
 //!    more; neighbouring lanes neighbouring bytes. A group of 64 columns is then two lanes'; the
 //!    sums of a group and of a fold come out the same as in `crate::layout::Folds`.
 //! 2. No shifts: `word & 0xf0f0f0f0` is multiplied as it is, 16 times too large, in a sum of its own.
-//!    Activations are put in the order of the nibbles once for the job (one token); for several
-//!    tokens the nibbles are put in the order of the activations.
-//! 3. One token: activations stay in registers; two rows in flight, each reloaded into the registers
-//!    that it leaves.
-//! 4. Several tokens: 4 rows stay in registers while all tokens pass by, 4 at a time.
-//! 5. Several tokens, folds of fewer than 1,024 columns: a plain loop, with as wide loads as they allow.
-//!    One token: [`crate::matmul_raw_narrow`].
+//!    Activations are put in the order of the nibbles once for the job.
+//! 3. Activations stay in registers; two rows in flight, each reloaded into the registers that it leaves.
 
 use cuda_std::intrinsics::{dp2a_hi_s32_u32, dp2a_lo_s32_u32, prmt};
 use cuda_std::mem::Global;
@@ -25,17 +20,12 @@ use cuda_std::{grid, kernel, thread, warp};
 pub use crate::abi::ExpertArgs;
 
 use crate::abi::{CODEC_RAW, MatrixDesc};
-use crate::arith::GROUP;
 use crate::coded::unroll;
-use crate::coded_jobs::{
-    Fold, Job, active_count, input_of, input_row, job, lane_gsum, scale_at, store_out,
-};
+use crate::coded_jobs::{Job, active_count, input_row, job, lane_gsum, scale_at, store_out};
 use crate::layout::LANES;
 
-/// Threads of a block of `matmul_raw`.
+/// Threads of a block.
 pub const THREADS: u32 = 256;
-/// Threads of a block of `matmul_raw_tokens`.
-pub const THREADS_TOKENS: u32 = 128;
 
 /// Folds of fewer columns than this are those of [`mod@crate::matmul_raw_narrow`].
 pub const NARROW: usize = 1024;
@@ -50,48 +40,26 @@ const CHUNK: u32 = 1024;
 /// The arrays of `args` are as [`ExpertArgs`] says and live.
 #[kernel(threads = 256, min_blocks = 3, prologue)]
 pub unsafe fn matmul_raw(args: ExpertArgs) {
-    // SAFETY: the caller's promise.
-    unsafe { matmul::<false>(&args) }
-}
-
-/// See the module; for experts with any number of tokens.
-///
-/// # Safety
-/// The arrays of `args` are as [`ExpertArgs`] says and live.
-#[kernel(threads = 128, min_blocks = 2, prologue)]
-pub unsafe fn matmul_raw_tokens(args: ExpertArgs) {
-    // SAFETY: the caller's promise.
-    unsafe { matmul::<true>(&args) }
-}
-
-/// The warp's jobs; their `block` counts `job_rows` rows.
-///
-/// # Safety
-/// As the kernels'.
-#[inline(always)]
-unsafe fn matmul<const SEVERAL: bool>(args: &ExpertArgs) {
-    if SEVERAL || !args.scratch.is_empty() {
+    let args = &args;
+    if !args.scratch.is_empty() {
         grid::wait();
     }
     let warps = thread::block_dim_x() / LANES as u32;
     let jobs = active_count(args) * args.count * args.blocks * args.segs;
-    let most = if SEVERAL { u32::MAX } else { 1 };
     let mut number = warp::warp_id() * thread::grid_dim_x() + thread::block_idx_x();
+    // Their `block` counts `job_rows` rows.
     while number < jobs {
         let (job, desc) = job(args, number, args.blocks);
         number += warps * thread::grid_dim_x();
-        if job.tokens < args.min_tokens.max(1) || job.tokens > most.min(args.max_tokens) {
+        if job.tokens != 1 || args.min_tokens > 1 || args.max_tokens == 0 {
             continue;
         }
         let Some(weights) = packed(args, &job, &desc) else {
             continue;
         };
-        match (args.fold, SEVERAL) {
-            (2048, false) => one_token::<2>(args, &job, &desc, weights),
-            (1024, false) => one_token::<1>(args, &job, &desc, weights),
-            (2048, true) => tokens::<2>(args, &job, &desc, weights),
-            (1024, true) => tokens::<1>(args, &job, &desc, weights),
-            (_, true) => narrow(args, &job, &desc, weights),
+        match args.fold {
+            2048 => one_token::<2>(args, &job, &desc, weights),
+            1024 => one_token::<1>(args, &job, &desc, weights),
             // Those of `matmul_raw_narrow`.
             _ => (),
         }
@@ -277,242 +245,5 @@ fn row_result<const N: usize>(
             }
         });
         fold_chunks::<N>([chunk(0), chunk(1)], gsums, scales).to_bits()
-    }
-}
-
-/// A job of any number of tokens, folds of N chunks.
-#[inline(always)]
-fn tokens<const N: usize>(args: &ExpertArgs, job: &Job, desc: &MatrixDesc, weights: Global<u32>) {
-    let lane = warp::lane_id();
-    let (first, end) = rows_of(args, job);
-    let width = args.cols / 8;
-    let mut row = first;
-    while row < end {
-        // Where there are fewer rows left, the last one stands in.
-        let of = |r: usize| {
-            let row = row + r as u32;
-            if row < end { row } else { end - 1 }
-        };
-        let mut words = [[[0u32; 4]; 2]; 4];
-        unroll!(R in [0 1 2 3] {
-            unroll!(K in [0 1] {
-                if K < N {
-                    let chunk = job.seg * N as u32 + K as u32;
-                    let word = of(R) * width + chunk * (CHUNK / 8) + lane * 4;
-                    words[R][K] = weights.load_v4_stream(word);
-                }
-            });
-        });
-        let mut token = 0;
-        while token < job.tokens {
-            four_tokens::<N>(
-                args,
-                job,
-                desc,
-                &words,
-                [of(0), of(1), of(2), of(3)],
-                row,
-                token,
-            );
-            token += 4;
-        }
-        row += 4;
-    }
-}
-
-/// Four rows times four tokens.
-#[inline(always)]
-fn four_tokens<const N: usize>(
-    args: &ExpertArgs,
-    job: &Job,
-    desc: &MatrixDesc,
-    words: &[[[u32; 4]; 2]; 4],
-    rows: [u32; 4],
-    row: u32,
-    token: u32,
-) {
-    let lane = warp::lane_id();
-    let slot = |t: usize| {
-        let token = token + t as u32;
-        job.slot
-            + if token < job.tokens {
-                token
-            } else {
-                job.tokens - 1
-            }
-    };
-    // Rows of the whole array and not views of four: half the registers.
-    let inputs = [0, 1, 2, 3].map(|t| input_of(args, slot(t)));
-    // SAFETY: rows of these are read, which no kernel in flight writes.
-    let (xs, gsums) = unsafe { (Global::<u32>::new(args.x), Global::<i32>::new(args.gsum)) };
-    let gsum_of = |t: usize| gsums.at(u64::from(inputs[t] * (args.cols / GROUP as u32)));
-    let mut sums = [[[0i32; 2]; 4]; 4];
-    unroll!(K in [0 1] {
-        if K < N {
-            let start = (job.seg * N as u32 + K as u32) * (CHUNK / 2) + lane * 16;
-            unroll!(I in [0 1 2 3] {
-                let mut x = [[0u32; 4]; 4];
-                unroll!(T in [0 1 2 3] {
-                    x[T] = xs.load_v4_nc(inputs[T] * (args.cols / 2) + start + 4 * I as u32);
-                });
-                unroll!(R in [0 1 2 3] {
-                    let low = words[R][K][I] & 0x0f0f_0f0f;
-                    let high = words[R][K][I] >> 4 & 0x0f0f_0f0f;
-                    let front = prmt(low, high, 0x5140);
-                    let back = prmt(low, high, 0x7362);
-                    unroll!(T in [0 1 2 3] {
-                        let sum = dp2a_lo_s32_u32(x[T][0], front, sums[R][T][K]);
-                        let sum = dp2a_hi_s32_u32(x[T][1], front, sum);
-                        let sum = dp2a_lo_s32_u32(x[T][2], back, sum);
-                        sums[R][T][K] = dp2a_hi_s32_u32(x[T][3], back, sum);
-                    });
-                });
-            });
-        }
-    });
-    let mut keep = 0u32;
-    if args.grouped == 0 {
-        unroll!(T in [0 1 2 3] {
-            let offset = lane_gsum(args, gsum_of(T), job.seg).wrapping_mul(8);
-            unroll!(R in [0 1 2 3] {
-                let own = sums[R][T][0].wrapping_add(sums[R][T][1]).wrapping_sub(offset);
-                let sum = warp::reduce_add_i32(own) as u32;
-                if lane == (T * 4 + R) as u32 {
-                    keep = sum;
-                }
-            });
-        });
-    } else {
-        unroll!(R in [0 1 2 3] {
-            let mut scales = [0.0; 2];
-            unroll!(K in [0 1] {
-                if K < N {
-                    let group = chunk_group::<N>(job, lane, K);
-                    scales[K] = scale_at(desc, rows[R] * (args.cols / 64) + group);
-                }
-            });
-            unroll!(T in [0 1 2 3] {
-                let mut gsums = [0; 2];
-                unroll!(K in [0 1] {
-                    if K < N {
-                        gsums[K] = gsum_of(T).load_nc(chunk_group::<N>(job, lane, K));
-                    }
-                });
-                let v = fold_chunks::<N>(sums[R][T], gsums, scales).to_bits();
-                if lane == (T * 4 + R) as u32 {
-                    keep = v;
-                }
-            });
-        });
-    }
-    let (t, r) = (lane / 4, lane % 4);
-    let (_, end) = rows_of(args, job);
-    if lane < 16 && token + t < job.tokens && row + r < end {
-        store_out(args, job, job.slot + token + t, row + r, keep);
-    }
-}
-
-/// A job of any number of tokens where a fold has fewer than 1,024 columns: a lane owns
-/// `fold / 32` neighbouring columns of each round.
-#[inline(always)]
-pub(crate) fn narrow(args: &ExpertArgs, job: &Job, desc: &MatrixDesc, weights: Global<u32>) {
-    let lane = warp::lane_id();
-    let (first, end) = rows_of(args, job);
-    let fold = Fold::new(args, job.seg, lane);
-    let mut row = first;
-    while row < end {
-        let mut token = 0;
-        while token < job.tokens {
-            narrow_four(args, job, desc, weights, &fold, row, token);
-            token += 4;
-        }
-        row += 1;
-    }
-}
-
-/// A row times four tokens.
-#[inline(always)]
-fn narrow_four(
-    args: &ExpertArgs,
-    job: &Job,
-    desc: &MatrixDesc,
-    weights: Global<u32>,
-    fold: &Fold,
-    row: u32,
-    token: u32,
-) {
-    let lane = warp::lane_id();
-    let lane_cols = args.fold / LANES as u32;
-    let slot = |t: usize| {
-        let token = token + t as u32;
-        job.slot
-            + if token < job.tokens {
-                token
-            } else {
-                job.tokens - 1
-            }
-    };
-    let inputs = [
-        input_row(args, slot(0)),
-        input_row(args, slot(1)),
-        input_row(args, slot(2)),
-        input_row(args, slot(3)),
-    ];
-    let mut sums = [0i32; 4];
-    let mut totals = [0f32; 4];
-    let mut round = 0;
-    while round < args.rounds {
-        let column = (job.seg * args.rounds + round) * args.fold + lane * lane_cols;
-        let byte = row * (args.cols / 2) + column / 2;
-        let mut done = 0;
-        while done < lane_cols {
-            // 8 columns, or all of the lane's.
-            let word = match lane_cols {
-                2 => u32::from(weights.cast::<u8>().load_nc(byte)),
-                4 => u32::from(weights.cast::<u16>().load_nc(byte / 2)),
-                _ => weights.load_nc((byte + done / 2) / 4),
-            };
-            let low = word & 0x0f0f_0f0f;
-            let high = word >> 4 & 0x0f0f_0f0f;
-            let nibbles = [prmt(low, high, 0x5140), prmt(low, high, 0x7362)];
-            unroll!(J in [0 1 2 3] {
-                if 2 * (J as u32) < lane_cols {
-                    unroll!(T in [0 1 2 3] {
-                        let x = inputs[T].0.load_nc((column + done) / 2 + J as u32);
-                        sums[T] = if J.is_multiple_of(2) {
-                            dp2a_lo_s32_u32(x, nibbles[J / 2], sums[T])
-                        } else {
-                            dp2a_hi_s32_u32(x, nibbles[J / 2], sums[T])
-                        };
-                    });
-                }
-            });
-            done += 8;
-        }
-        if args.grouped != 0 {
-            let scale = fold.scale(desc, row, round);
-            unroll!(T in [0 1 2 3] {
-                let gsum = inputs[T].1.load_nc(fold.group(round));
-                let v = fold.reduce(sums[T], gsum, scale);
-                totals[T] = if round == 0 { v } else { totals[T] + v };
-                sums[T] = 0;
-            });
-        }
-        round += 1;
-    }
-    let mut keep = 0u32;
-    unroll!(T in [0 1 2 3] {
-        let value = if args.grouped != 0 {
-            totals[T].to_bits()
-        } else {
-            let offset = lane_gsum(args, inputs[T].1, job.seg).wrapping_mul(8);
-            warp::reduce_add_i32(sums[T].wrapping_sub(offset)) as u32
-        };
-        if lane == T as u32 {
-            keep = value;
-        }
-    });
-    if lane < 4 && token + lane < job.tokens {
-        store_out(args, job, job.slot + token + lane, row, keep);
     }
 }

@@ -1,7 +1,7 @@
 //! Raw int4 expert matrices with a scale a row times several tokens, on tensor cores:
 //! `matmul_raw_mma`.
 //!
-//! Results as of `matmul_raw_tokens`. With activations cut into bytes, `X = 256 * hi + lo` (hi
+//! Results as of [`mod@crate::matmul_raw`]. With activations cut into bytes, `X = 256 * hi + lo` (hi
 //! signed, lo unsigned), a dot product with unsigned nibbles n is
 //!
 //! ```text

@@ -1,7 +1,7 @@
 //! Raw int4 expert matrices with a scale for each 64 columns times several tokens, on tensor cores:
 //! `matmul_raw_mma_grouped`.
 //!
-//! Results as of `matmul_raw_tokens`: for each fold of columns the sum over its groups of 64, by halving (groups
+//! Results as of [`mod@crate::matmul_raw`]: for each fold of columns the sum over its groups of 64, by halving (groups
 //! 16 apart in a fold of 32, then 8, 4, 2, 1), of
 //!
 //! ```text

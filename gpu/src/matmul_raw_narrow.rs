@@ -9,6 +9,7 @@
 //! 2. With scales of rows columns may be dealt at will: 256 columns make a load whatever the fold.
 //! 3. What is left, grouped scales in folds of 128 and 64 columns, goes through a plain loop.
 
+use cuda_std::intrinsics::{dp2a_hi_s32_u32, dp2a_lo_s32_u32, prmt};
 use cuda_std::mem::Global;
 use cuda_std::{grid, kernel, thread, warp};
 
@@ -18,7 +19,7 @@ use crate::abi::MatrixDesc;
 use crate::coded::unroll;
 use crate::coded_jobs::{Fold, Job, active_count, input_row, job, lane_gsum, store_out};
 use crate::layout::LANES;
-use crate::matmul_raw::{by_nibble, multiply, narrow, packed, rows_of};
+use crate::matmul_raw::{by_nibble, multiply, packed, rows_of};
 
 /// Threads of a block.
 pub const THREADS: u32 = 384;
@@ -52,7 +53,7 @@ pub unsafe fn matmul_raw_narrow(args: ExpertArgs) {
             (256, _) | (_, 0) => one_token::<1, 8>(args, &job, &desc, weights),
             _ => {
                 grid::wait();
-                narrow(args, &job, &desc, weights);
+                plain(args, &job, &desc, weights);
             }
         }
     }
@@ -187,4 +188,68 @@ fn row_result<const W: usize, const N: usize>(
         }
     });
     total.to_bits()
+}
+
+/// A job whatever the fold: a lane owns `fold / 32` neighbouring columns of each round.
+#[inline(always)]
+fn plain(args: &ExpertArgs, job: &Job, desc: &MatrixDesc, weights: Global<u32>) {
+    let lane = warp::lane_id();
+    let (first, end) = rows_of(args, job);
+    let fold = Fold::new(args, job.seg, lane);
+    let (x, gsums) = input_row(args, job.slot);
+    let lane_cols = args.fold / LANES as u32;
+    let mut keep = 0u32;
+    let mut row = first;
+    while row < end {
+        let mut sum = 0i32;
+        let mut total = 0f32;
+        let mut round = 0;
+        while round < args.rounds {
+            let column = (job.seg * args.rounds + round) * args.fold + lane * lane_cols;
+            let byte = row * (args.cols / 2) + column / 2;
+            let mut done = 0;
+            while done < lane_cols {
+                // 8 columns, or all of the lane's.
+                let word = match lane_cols {
+                    2 => u32::from(weights.cast::<u8>().load_nc(byte)),
+                    4 => u32::from(weights.cast::<u16>().load_nc(byte / 2)),
+                    _ => weights.load_nc((byte + done / 2) / 4),
+                };
+                let low = word & 0x0f0f_0f0f;
+                let high = word >> 4 & 0x0f0f_0f0f;
+                let nibbles = [prmt(low, high, 0x5140), prmt(low, high, 0x7362)];
+                unroll!(J in [0 1 2 3] {
+                    if 2 * (J as u32) < lane_cols {
+                        let x = x.load_nc((column + done) / 2 + J as u32);
+                        sum = if J.is_multiple_of(2) {
+                            dp2a_lo_s32_u32(x, nibbles[J / 2], sum)
+                        } else {
+                            dp2a_hi_s32_u32(x, nibbles[J / 2], sum)
+                        };
+                    }
+                });
+                done += 8;
+            }
+            if args.grouped != 0 {
+                let gsum = gsums.load_nc(fold.group(round));
+                let v = fold.reduce(sum, gsum, fold.scale(desc, row, round));
+                total = if round == 0 { v } else { total + v };
+                sum = 0;
+            }
+            round += 1;
+        }
+        let value = if args.grouped != 0 {
+            total.to_bits()
+        } else {
+            let offset = lane_gsum(args, gsums, job.seg).wrapping_mul(8);
+            warp::reduce_add_i32(sum.wrapping_sub(offset)) as u32
+        };
+        if lane == row - first {
+            keep = value;
+        }
+        row += 1;
+    }
+    if first + lane < end {
+        store_out(args, job, job.slot, first + lane, keep);
+    }
 }

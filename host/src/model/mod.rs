@@ -23,7 +23,7 @@ pub(crate) use weights::bytes_to_load;
 pub use weights::{Model, Placement, Source, check_archive, hex};
 
 /// Tokens of a prompt that go through a model together unless something else is asked for.
-pub const BATCH: usize = 256;
+pub const BATCH: usize = 512;
 
 /// Where a model is that nobody named: `$ANSATZ_MODEL`; else the repository's, where the program
 /// was built; else `../models/sotu-row` beside the program. `None` if neither is a directory.

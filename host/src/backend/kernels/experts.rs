@@ -589,7 +589,7 @@ impl<D: Device> KernelBackend<D> {
             let (launch, job_rows) = if several {
                 coded_plan::matmul_raw_mma(limits, class.rows, &class.folds, matrices)
             } else {
-                coded_plan::matmul_raw(limits, class.rows, &class.folds, matrices, false)
+                coded_plan::matmul_raw(limits, class.rows, &class.folds, matrices)
             };
             args.job_rows = job_rows;
             args.blocks = (class.rows as u32).div_ceil(job_rows);

@@ -159,8 +159,6 @@ kernels! {
     MatmulRaw = matmul_raw::matmul_raw(ExpertArgs);
     /// The same where folds have fewer than 1,024 columns.
     MatmulRawNarrow = matmul_raw_narrow::matmul_raw_narrow(ExpertArgs);
-    /// Raw matrices of experts with several tokens.
-    MatmulRawTokens = matmul_raw::matmul_raw_tokens(ExpertArgs);
     /// Raw matrices with row scales of experts with several tokens, on tensor cores.
     MatmulRawMma = matmul_raw_mma::matmul_raw_mma(ExpertArgs);
     /// The same with grouped scales.
