@@ -1,6 +1,7 @@
 //! Experts in several tiers: the same bits as in one place, what is copied, what happens when memory
 //! or a copy fails.
 
+use std::collections::BTreeSet;
 use std::path::Path;
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -414,29 +415,31 @@ fn tiers_give_the_same_bits_on_cuda() {
     same_bits(&KernelBackend::new(device).unwrap(), seed());
 }
 
+/// Of one token, and of several that want more experts than the stage holds: each expert once.
 #[test]
 fn only_what_is_away_is_copied() {
     let layer = Layer::new(ScaleKind::Row);
-    let case = Case::new(1, 5);
     let b = mock(Faults::default());
     let done = b.device().done().clone();
-    for t in Tier::ALL {
-        let experts = layer
-            .tiered(&b, &[t; EXPERTS], 4 * TOP_K, Form::Fused)
-            .unwrap();
-        let before = (done.copies.load(Relaxed), done.copied.load(Relaxed));
-        case.run(&b, &experts).unwrap();
-        let copies = done.copies.load(Relaxed) - before.0;
-        let bytes = done.copied.load(Relaxed) - before.1;
-        let chosen = case
-            .ids
-            .iter()
-            .map(|e| layer.archive.place_of(2, *e as usize).unwrap().1 as u64);
-        if matches!(t, Tier::RamAns | Tier::DiskAns) {
-            assert_eq!(copies, TOP_K as u64);
-            assert_eq!(bytes, chosen.sum::<u64>());
-        } else {
-            assert_eq!((copies, bytes), (0, 0), "{t}");
+    for (tokens, staged) in [(1, 4 * TOP_K), (7, TOP_K)] {
+        let case = Case::new(tokens, 5);
+        let chosen: BTreeSet<u32> = case.ids.iter().copied().collect();
+        assert!(tokens == 1 || chosen.len() > staged);
+        let place = |e: &u32| layer.archive.place_of(2, *e as usize).unwrap().1 as u64;
+        let all: u64 = chosen.iter().map(place).sum();
+        for t in Tier::ALL {
+            let experts = layer
+                .tiered(&b, &[t; EXPERTS], staged, Form::Fused)
+                .unwrap();
+            let before = (done.copies.load(Relaxed), done.copied.load(Relaxed));
+            case.run(&b, &experts).unwrap();
+            let copies = done.copies.load(Relaxed) - before.0;
+            let bytes = done.copied.load(Relaxed) - before.1;
+            if matches!(t, Tier::RamAns | Tier::DiskAns) {
+                assert_eq!((copies, bytes), (chosen.len() as u64, all), "{t}");
+            } else {
+                assert_eq!((copies, bytes), (0, 0), "{t}");
+            }
         }
     }
     assert!(done.pinned.load(Relaxed) > 0, "the stage stays");

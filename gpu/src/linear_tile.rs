@@ -51,7 +51,7 @@ pub const SEGMENTS: u32 = 2;
 pub const COLUMNS: u32 = SEGMENTS * STEP;
 
 /// Stages under way.
-const DEPTH: u32 = 3;
+pub const DEPTH: u32 = 3;
 
 /// Columns of a group.
 const GROUP: u32 = 16;
