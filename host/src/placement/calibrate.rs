@@ -19,7 +19,7 @@ use crate::disk::reader::{Aligned, BLOCK, DirectFile};
 use crate::expert::{Form, MatrixKind};
 use crate::files;
 use crate::interrupt;
-use crate::model::{Config, Model, ModelError, Source, Wanted};
+use crate::model::{Config, Model, ModelError, Session, Source, Wanted};
 
 /// Version of the file that rates are kept in.
 const VERSION: u32 = 7;
@@ -586,8 +586,10 @@ pub fn exchange_between<D: Device>(
 /// tokens: measured with the first layers of the model itself, up to the first one with routed experts.
 /// `None` where there is no memory for them.
 ///
-/// A pass of those layers, less one of those without experts, less the experts' own time, is a layer. What
-/// it takes longer where the host must learn what was chosen is the host's part in a layer.
+/// A pass of those layers, less one of those without experts, less the experts' own time, is a layer: what one
+/// pass takes longer than the next one, by turns, since it is to be multiplied by the number of layers and a
+/// device's clocks drift. What it takes longer where the host must learn what was chosen is the host's part
+/// in a layer.
 fn token<D: Device + Clone + 'static>(
     backend: &KernelBackend<D>,
     archive: &Archive,
@@ -613,40 +615,67 @@ fn token<D: Device + Clone + 'static>(
         }
         Err(e) => return Err(e.into()),
     };
-    let time = |model: &Model<KernelBackend<D>>, tokens: usize| -> Result<f64, CalibrateError> {
-        const WARM: usize = 3;
-        let passes = WARM + 2 * RUNS;
-        let wanted = match tokens {
-            1 => Wanted::Last,
-            n => Wanted::Tail(n),
-        };
-        let mut session = model.session(tokens * passes, wanted)?;
-        let ids: Vec<u32> = (0..tokens * passes)
-            .map(|t| ((t * 7919 + 11) % config.vocab) as u32)
-            .collect();
-        let mut times = Vec::new();
-        for ids in ids.chunks(tokens) {
-            going()?;
-            let start = Instant::now();
-            black_box(model.forward(&mut session, ids, wanted)?);
-            times.push(start.elapsed().as_secs_f64());
-        }
-        Ok(median(times.split_off(WARM)))
+    const WARM: usize = 3;
+    const PASSES: usize = WARM + 2 * RUNS;
+    let wanted = |tokens| match tokens {
+        1 => Wanted::Last,
+        n => Wanted::Tail(n),
     };
-    let with = [time(&model, 1)?, time(&model, 2)?];
+    let ids = |pass: usize, tokens: usize| -> Vec<u32> {
+        (pass * tokens..(pass + 1) * tokens)
+            .map(|t| ((t * 7919 + 11) % config.vocab) as u32)
+            .collect()
+    };
+    type Timed<'a, D> = (
+        &'a Model<KernelBackend<D>>,
+        &'a mut Session<KernelBackend<D>>,
+    );
+    let pass = |(model, session): Timed<'_, D>, pass: usize, tokens: usize| {
+        going()?;
+        let start = Instant::now();
+        black_box(model.forward(session, &ids(pass, tokens), wanted(tokens))?);
+        Ok::<_, CalibrateError>(start.elapsed().as_secs_f64())
+    };
+    // A pass, and what it takes without the last layer.
+    let both = |model: &mut Model<KernelBackend<D>>, tokens: usize| {
+        let mut with = model.session(tokens * PASSES, wanted(tokens))?;
+        let Some(last) = model.take_last_layer() else {
+            unreachable!("there is the first layer with experts");
+        };
+        let mut without = model.session(tokens * PASSES, wanted(tokens))?;
+        let mut times = [Vec::new(), Vec::new(), Vec::new()];
+        model.put_layer(last);
+        for n in 0..PASSES {
+            let long = pass((model, &mut with), n, tokens)?;
+            let Some(last) = model.take_last_layer() else {
+                unreachable!("it was put back");
+            };
+            let short = pass((model, &mut without), n, tokens)?;
+            model.put_layer(last);
+            for (times, seconds) in times.iter_mut().zip([long, short, long - short]) {
+                times.push(seconds);
+            }
+        }
+        Ok::<_, CalibrateError>(times.map(|mut times| median(times.split_off(WARM))))
+    };
+    let [one, two] = [both(&mut model, 1)?, both(&mut model, 2)?];
     let file = DirectFile::buffered(archive.path());
     let file = Arc::new(file.map_err(|source| CalibrateError::Read {
         path: archive.path().to_owned(),
         source,
     })?);
     let host = match model.tier_last_layer(archive, &file) {
-        Ok(true) => time(&model, 1)? - with[0],
+        Ok(true) => {
+            let mut session = model.session(PASSES, Wanted::Last)?;
+            let mut times = (0..PASSES)
+                .map(|n| pass((&model, &mut session), n, 1))
+                .collect::<Result<Vec<_>, _>>()?;
+            median(times.split_off(WARM)) - one[0]
+        }
         Ok(false) => 0.0,
         Err(e) if out_of_memory(&e) => 0.0,
         Err(e) => return Err(e.into()),
     };
-    model.drop_last_layer();
-    let without = [time(&model, 1)?, time(&model, 2)?];
     let experts = archive.experts();
     let of_plane3 = (0..experts)
         .map(|e| archive.is_plane3(first as u32, e))
@@ -657,8 +686,8 @@ fn token<D: Device + Clone + 'static>(
     let chosen = [k, all * (1.0 - (1.0 - k / all).powi(2))];
     let of = |i: usize| {
         let of_experts = share * plane3.at(chosen[i]) + (1.0 - share) * rans.at(chosen[i]);
-        let layer = (with[i] - without[i] - of_experts).max(0.0);
-        without[i] + (kinds.len() - first) as f64 * layer
+        let [_, without, layer] = [one, two][i];
+        without + (kinds.len() - first) as f64 * (layer - of_experts).max(0.0)
     };
     Ok(Some(Passes {
         dense: [of(0), of(1)],
