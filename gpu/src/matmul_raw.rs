@@ -51,7 +51,7 @@ pub unsafe fn matmul_raw(args: ExpertArgs) {
     while number < jobs {
         let (job, desc) = job(args, number, args.blocks);
         number += warps * thread::grid_dim_x();
-        if job.tokens != 1 || args.min_tokens > 1 || args.max_tokens == 0 {
+        if job.tokens < args.min_tokens.max(1) || job.tokens > args.max_tokens.min(1) {
             continue;
         }
         let Some(weights) = packed(args, &job, &desc) else {
