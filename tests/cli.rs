@@ -843,28 +843,17 @@ fn usage_of_another_model_is_refused() {
 /// A terminal's two ends: what is written to the second comes out of the first.
 #[cfg(target_os = "linux")]
 fn terminal() -> (fs::File, fs::File) {
-    use std::os::fd::AsRawFd;
+    use rustix::pty::{OpenptFlags, grantpt, openpt, ptsname, unlockpt};
     use std::os::unix::fs::OpenOptionsExt;
+    let ours = openpt(OpenptFlags::RDWR | OpenptFlags::NOCTTY).unwrap();
+    grantpt(&ours).unwrap();
+    unlockpt(&ours).unwrap();
+    let name = ptsname(&ours, Vec::new()).unwrap().into_string().unwrap();
     let mut options = fs::File::options();
-    options.read(true).write(true).custom_flags(libc::O_NOCTTY);
-    let ours = options.open("/dev/ptmx").unwrap();
-    let mut name = [0; 64];
-    // SAFETY: the descriptor is open, and the name has room for 64 bytes.
-    unsafe {
-        assert_eq!(libc::grantpt(ours.as_raw_fd()), 0);
-        assert_eq!(libc::unlockpt(ours.as_raw_fd()), 0);
-        let room = name.len();
-        assert_eq!(
-            libc::ptsname_r(ours.as_raw_fd(), name.as_mut_ptr(), room),
-            0
-        );
-    }
-    let name: Vec<u8> = name
-        .iter()
-        .take_while(|c| **c != 0)
-        .map(|c| *c as u8)
-        .collect();
-    let theirs = options.open(String::from_utf8(name).unwrap()).unwrap();
+    // Else it becomes the test's own terminal where it has none.
+    let flags = OpenptFlags::NOCTTY.bits() as i32;
+    options.read(true).write(true).custom_flags(flags);
+    let (ours, theirs) = (ours.into(), options.open(name).unwrap());
     (ours, theirs)
 }
 

@@ -13,11 +13,9 @@ impl PageCache {
         let file = File::open(path)?;
         #[cfg(target_os = "linux")]
         {
-            use std::os::fd::AsRawFd;
             // A question about what is not there would have the kernel read ahead. If this is refused, it
             // does.
-            // SAFETY: no memory is handed over.
-            unsafe { libc::posix_fadvise(file.as_raw_fd(), 0, 0, libc::POSIX_FADV_RANDOM) };
+            let _ = rustix::fs::fadvise(&file, 0, None, rustix::fs::Advice::Random);
         }
         Ok(Self(file))
     }
@@ -34,16 +32,12 @@ impl PageCache {
 
     #[cfg(target_os = "linux")]
     fn has(&self, at: u64) -> bool {
-        use std::os::fd::AsRawFd;
-        let mut byte = 0u8;
-        let room = libc::iovec {
-            iov_base: (&raw mut byte).cast(),
-            iov_len: 1,
-        };
-        let Ok(at) = at.try_into() else { return false };
-        // SAFETY: `room` is one byte of ours, to which nothing is written after the call.
-        let n = unsafe { libc::preadv2(self.0.as_raw_fd(), &room, 1, at, libc::RWF_NOWAIT) };
-        n == 1
+        use rustix::io::{ReadWriteFlags, preadv2};
+        let mut byte = [0];
+        let mut room = [io::IoSliceMut::new(&mut byte)];
+        // An offset with the highest bit set would be -1, the file's own, or refused.
+        let there = i64::try_from(at).is_ok();
+        there && preadv2(&self.0, &mut room, at, ReadWriteFlags::NOWAIT) == Ok(1)
     }
 
     #[cfg(not(target_os = "linux"))]
@@ -76,16 +70,12 @@ mod tests {
     #[test]
     #[cfg(target_os = "linux")]
     fn what_was_dropped_is_not_held() {
-        use std::os::fd::AsRawFd;
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("file");
         std::fs::write(&path, vec![1; 4 << 20]).unwrap();
         let file = File::open(&path).unwrap();
         file.sync_all().unwrap();
-        // SAFETY: no memory is handed over.
-        let refused =
-            unsafe { libc::posix_fadvise(file.as_raw_fd(), 0, 0, libc::POSIX_FADV_DONTNEED) };
-        assert_eq!(refused, 0);
+        rustix::fs::fadvise(&file, 0, None, rustix::fs::Advice::DontNeed).unwrap();
         let cache = PageCache::of(&path).unwrap();
         let held = cache.holds(0, 4 << 20);
         // One that lies in memory alone keeps what it has.

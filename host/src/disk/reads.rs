@@ -297,7 +297,7 @@ mod tests {
     }
 
     #[test]
-    #[ignore = "a measurement: direct reads of the file that ANSATZ_FILE names, to set beside `dd iflag=direct`"]
+    #[ignore = "a measurement: it takes a large file, which ANSATZ_FILE names, and prints rates to set beside `dd iflag=direct`"]
     fn rate() {
         let path = std::env::var_os("ANSATZ_FILE").expect("ANSATZ_FILE names a large file");
         let file = Arc::new(DirectFile::open(std::path::Path::new(&path)).unwrap());

@@ -395,12 +395,6 @@ pub(super) enum Attention<B: LoadExperts> {
     Grouped(Grouped<B>),
 }
 
-/// A layer that a model goes without.
-pub(crate) struct LastLayer<B: LoadExperts> {
-    layer: Layer<B>,
-    kind: LayerKind,
-}
-
 pub(super) struct Layer<B: LoadExperts> {
     pub input_norm: B::Buf<u16>,
     pub attention: Attention<B>,
@@ -837,18 +831,13 @@ impl<B: LoadExperts> Model<B> {
         })
     }
 
-    /// Goes on without the last layer, until [`Model::put_layer`]; for measurements.
-    pub(crate) fn take_last_layer(&mut self) -> Option<LastLayer<B>> {
-        Some(LastLayer {
-            layer: self.layers.pop()?,
-            kind: self.config.layers.pop()?,
-        })
-    }
-
-    /// Puts it behind the others again.
-    pub(crate) fn put_layer(&mut self, last: LastLayer<B>) {
-        self.layers.push(last.layer);
-        self.config.layers.push(last.kind);
+    /// Does `work` with all layers but the last; for measurements.
+    pub(crate) fn without_last_layer<T>(&mut self, work: impl FnOnce(&Self) -> T) -> T {
+        let (layer, kind) = (self.layers.pop(), self.config.layers.pop());
+        let done = work(self);
+        self.layers.extend(layer);
+        self.config.layers.extend(kind);
+        done
     }
 
     /// Keeps the last layer's experts in device memory but for one that is copied when it is chosen, so that

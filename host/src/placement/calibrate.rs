@@ -197,9 +197,10 @@ fn machine<D: Device>(
     #[cfg(not(unix))]
     let disk = 0;
     Ok(format!(
-        "ansatz {}; {cpu}, {} threads; {}; {}{}, top {}; hidden {}, {} layers, {:.1} + {:.1} MB; \
-         disk {disk}",
+        "ansatz {}, kernels {}; {cpu}, {} threads; {}; {}{}, top {}; hidden {}, {} layers, {:.1} + \
+         {:.1} MB; disk {disk}",
         env!("CARGO_PKG_VERSION"),
+        &env!("ANSATZ_PTX_SOURCES")[..8],
         rayon::current_num_threads(),
         backend.describe(),
         geometry(archive),
@@ -626,32 +627,22 @@ fn token<D: Device + Clone + 'static>(
             .map(|t| ((t * 7919 + 11) % config.vocab) as u32)
             .collect()
     };
-    type Timed<'a, D> = (
-        &'a Model<KernelBackend<D>>,
-        &'a mut Session<KernelBackend<D>>,
-    );
-    let pass = |(model, session): Timed<'_, D>, pass: usize, tokens: usize| {
+    type Sessions<D> = Session<KernelBackend<D>>;
+    let pass = |model: &Model<KernelBackend<D>>, session: &mut Sessions<D>, n, tokens| {
         going()?;
         let start = Instant::now();
-        black_box(model.forward(session, &ids(pass, tokens), wanted(tokens))?);
+        black_box(model.forward(session, &ids(n, tokens), wanted(tokens))?);
         Ok::<_, CalibrateError>(start.elapsed().as_secs_f64())
     };
-    // A pass, and what it takes without the last layer.
+    // A pass, one without the last layer, and what the first takes longer.
     let both = |model: &mut Model<KernelBackend<D>>, tokens: usize| {
-        let mut with = model.session(tokens * PASSES, wanted(tokens))?;
-        let Some(last) = model.take_last_layer() else {
-            unreachable!("there is the first layer with experts");
-        };
-        let mut without = model.session(tokens * PASSES, wanted(tokens))?;
+        let room = tokens * PASSES;
+        let mut with = model.session(room, wanted(tokens))?;
+        let mut without = model.without_last_layer(|m| m.session(room, wanted(tokens)))?;
         let mut times = [Vec::new(), Vec::new(), Vec::new()];
-        model.put_layer(last);
         for n in 0..PASSES {
-            let long = pass((model, &mut with), n, tokens)?;
-            let Some(last) = model.take_last_layer() else {
-                unreachable!("it was put back");
-            };
-            let short = pass((model, &mut without), n, tokens)?;
-            model.put_layer(last);
+            let long = pass(model, &mut with, n, tokens)?;
+            let short = model.without_last_layer(|m| pass(m, &mut without, n, tokens))?;
             for (times, seconds) in times.iter_mut().zip([long, short, long - short]) {
                 times.push(seconds);
             }
@@ -668,7 +659,7 @@ fn token<D: Device + Clone + 'static>(
         Ok(true) => {
             let mut session = model.session(PASSES, Wanted::Last)?;
             let mut times = (0..PASSES)
-                .map(|n| pass((&model, &mut session), n, 1))
+                .map(|n| pass(&model, &mut session, n, 1))
                 .collect::<Result<Vec<_>, _>>()?;
             median(times.split_off(WARM)) - one[0]
         }

@@ -239,7 +239,7 @@ mod tests {
     /// What a matrix takes on one device, and what it takes if another has half of its rows, reads `x` where
     /// it is and writes its part of the product where it belongs.
     #[test]
-    #[ignore = "a measurement on two GPUs"]
+    #[ignore = "a measurement: it takes two GPUs and prints times; only the product is asserted"]
     fn rows_over_two_devices() {
         let devices = [0, 1].map(|n| CudaDevice::new(n).unwrap());
         let on = [0, 1].map(|i| KernelBackend::new(devices[i].clone()).unwrap());
@@ -262,7 +262,7 @@ mod tests {
             });
             let of_scales = [0, 1].map(|d| on[d].upload(&scales).unwrap());
             let weight = |bytes, scales| Weight::Int8 { bytes, scales };
-            let one = median([&devices[0], &devices[1]], |i| {
+            let one = median(40, &[&devices[0], &devices[1]], |i| {
                 let (x, out) = (rows(&x, cols), rows_mut(&mut out, n));
                 let weight = weight(&whole[0][i % copies], &of_scales[0]);
                 on[0].linear(x, weight, n, cols, 1, false, out).unwrap();
@@ -282,7 +282,7 @@ mod tests {
                 let weight = weight(&whole[d][i % copies], &of_scales[d]);
                 part("weight", weight, (skip, rows, cols)).unwrap()
             };
-            let two = median([&devices[0], &devices[1]], |i| {
+            let two = median(40, &[&devices[0], &devices[1]], |i| {
                 devices[1].wait_for(&devices[0]).unwrap();
                 let rest = View {
                     slice: out.from("out", half, n - half).unwrap(),

@@ -6,13 +6,9 @@ use crate::backend::{Attend, Backend, Cached, Index, Mla, Weight, rows, rows_mut
 use crate::bench::synth::Rng;
 
 /// Median us of one of `passes` passes that are recorded and done again.
-pub(super) fn median(devices: [&CudaDevice; 2], mut pass: impl FnMut(usize)) -> f64 {
-    median_of(40, &devices, &mut pass)
-}
-
-fn median_of(passes: usize, devices: &[&CudaDevice], pass: &mut dyn FnMut(usize)) -> f64 {
+pub(super) fn median(passes: usize, devices: &[&CudaDevice], mut pass: impl FnMut(usize)) -> f64 {
     assert!(CudaDevice::begin_recording(devices).unwrap());
-    (0..passes).for_each(pass);
+    (0..passes).for_each(&mut pass);
     let recording = CudaDevice::end_recording(devices).unwrap();
     let mut times: Vec<f64> = (0..25)
         .map(|_| {
@@ -34,7 +30,7 @@ fn device() -> (CudaDevice, KernelBackend<CudaDevice>) {
 
 /// The indexer for one token and for a batch, behind so many positions.
 #[test]
-#[ignore = "a measurement on a GPU"]
+#[ignore = "a measurement: it takes a GPU and prints times, and nothing is to be asserted of them"]
 fn indexer() {
     let (device, b) = device();
     let index = Index {
@@ -56,7 +52,7 @@ fn indexer() {
                 rows(&q, index.heads * index.dim),
                 rows(&weights, index.heads),
             );
-            let us = median_of(if tokens == 1 { 40 } else { 2 }, &[&device], &mut |_| {
+            let us = median(if tokens == 1 { 40 } else { 2 }, &[&device], |_| {
                 b.index(q, &keys, weights, &index, seen - tokens, tokens, &mut lists)
                     .unwrap();
             });
@@ -67,7 +63,7 @@ fn indexer() {
 
 /// Attention of a batch of a prompt, and of one token.
 #[test]
-#[ignore = "a measurement on a GPU"]
+#[ignore = "a measurement: it takes a GPU and prints times, and nothing is to be asserted of them"]
 fn attention() {
     let (device, b) = device();
     let mla = Mla {
@@ -90,7 +86,7 @@ fn attention() {
     for (seen, listed) in [(1024, false), (2048, false), (8192, true)] {
         let cache = b.upload(&rng.normals(seen * width)).unwrap();
         for tokens in [1, 4, TOKENS] {
-            let us = median_of(if tokens < 9 { 40 } else { 2 }, &[&device], &mut |_| {
+            let us = median(if tokens < 9 { 40 } else { 2 }, &[&device], |_| {
                 let attend = match listed {
                     false => Attend::Causal,
                     true => Attend::Listed {
@@ -118,7 +114,7 @@ fn attention() {
 
 /// Rows of bytes times one token and times a batch.
 #[test]
-#[ignore = "a measurement on a GPU"]
+#[ignore = "a measurement: it takes a GPU and prints times, and nothing is to be asserted of them"]
 fn rows_of_bytes() {
     let (device, b) = device();
     for (name, n, cols) in [
@@ -137,7 +133,7 @@ fn rows_of_bytes() {
         for tokens in [1, 8, 16, 64, 256, 1024] {
             let x = b.upload(&Rng::new(3).normals(tokens * cols)).unwrap();
             let mut out = b.alloc::<f32>(tokens * n).unwrap();
-            let us = median_of(if tokens < 9 { 20 } else { 2 }, &[&device], &mut |i| {
+            let us = median(if tokens < 9 { 20 } else { 2 }, &[&device], |i| {
                 let weight = Weight::Int8 {
                     bytes: &copies[i % copies.len()],
                     scales: &scales,

@@ -262,13 +262,8 @@ impl<D: Device> KernelBackend<D> {
         let sorted = Sorted::new(tiers, batch.chosen, top_k, experts.experts);
         let (resident, active) = (sorted.resident, sorted.resident + sorted.away.len());
         let words = self.upload(&sorted.words)?;
-        let (abroad, alone) = match experts.peers.is_empty() {
-            true => (None, Some(self.scratch::<f32>(sorted.given() * hidden)?)),
-            false => {
-                let abroad = self.start_peers(experts, &batch.on_device, sorted.given())?;
-                (Some(abroad), None)
-            }
-        };
+        // Room for what the CPU and the turns give, and other devices, if there are any.
+        let abroad = self.start_peers(experts, &batch.on_device, sorted.given())?;
         let groups = Groups::over(&words, active, tokens, sorted.slots, batch.chosen.len());
         let part = |range: Range<usize>| Groups {
             begin: range.start,
@@ -311,11 +306,7 @@ impl<D: Device> KernelBackend<D> {
         } else {
             (Quantised::none(self)?, self.scratch(0)?)
         };
-        let given = match (&abroad, &alone) {
-            (Some(abroad), _) => abroad.memory(),
-            (None, Some(alone)) => alone.memory(),
-            (None, None) => unreachable!("one of them was made"),
-        };
+        let given = abroad.memory();
         let mut at = on_cpu.len() * hidden;
         for (n, turn) in sorted.turns.iter().enumerate() {
             // What was read for the turn before the last is copied from where this one's is read to.
@@ -340,14 +331,10 @@ impl<D: Device> KernelBackend<D> {
         let rows = rows.unwrap_or_default();
         self.device()
             .upload(given, 0, bytemuck::cast_slice(&rows))?;
-        if let Some(abroad) = &abroad {
-            self.join_peers(experts, abroad)?;
+        if !experts.peers.is_empty() {
+            self.join_peers(experts, &abroad)?;
         }
-        batch.sum.given = match (&abroad, &alone) {
-            (Some(abroad), _) => abroad.given(),
-            (None, Some(alone)) => alone.slice(),
-            (None, None) => Slice::EMPTY,
-        };
+        batch.sum.given = abroad.given();
         self.combine(experts, &groups, &h, &outer, None, batch.sum)
     }
 
