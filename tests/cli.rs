@@ -605,11 +605,14 @@ fn text_streams_alone_to_stdout() {
     let file = tempfile::NamedTempFile::new().unwrap();
     fs::write(file.path(), format!("{}\n", args[1])).unwrap();
     let path = file.path().to_str().unwrap();
-    generate(&sotu(), &["-f", path, "-n", "24", "--temp", "0"])
-        .assert()
-        .success()
-        .stdout(text)
-        .stderr(contains("tokens/s").and(contains("experts")));
+    for (path, input) in [(path, ""), ("-", &*format!("{}\n", args[1]))] {
+        generate(&sotu(), &["-f", path, "-n", "24", "--temp", "0"])
+            .write_stdin(input)
+            .assert()
+            .success()
+            .stdout(text.clone())
+            .stderr(contains("tokens/s").and(contains("experts")));
+    }
 }
 
 #[cfg(unix)]

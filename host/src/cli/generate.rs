@@ -256,7 +256,7 @@ struct PromptArgs {
     /// Prompt
     #[arg(short, long, value_name = "TEXT")]
     prompt: Option<String>,
-    /// File with the prompt, UTF-8; a newline at its end is not part of it
+    /// File with the prompt, UTF-8, - for standard input; a newline at its end is not part of it
     #[arg(short, long, value_name = "FILE")]
     file: Option<PathBuf>,
     /// Prompt as token ids, taken as they are
@@ -298,7 +298,11 @@ impl PromptArgs {
         let text = match (&self.prompt, &self.file) {
             (Some(text), _) => text.clone(),
             (None, Some(file)) => {
-                let mut text = std::fs::read_to_string(file).with_context(|| {
+                let read = match file.to_str() {
+                    Some("-") => std::io::read_to_string(std::io::stdin()),
+                    _ => std::fs::read_to_string(file),
+                };
+                let mut text = read.with_context(|| {
                     let file = file.display();
                     format!("{file}: the prompt cannot be read; give a file of UTF-8 text")
                 })?;
