@@ -274,6 +274,7 @@ fn wrong_usage_and_bad_prompts() {
         ("--top-p", "nan"),
         ("--top-k", "-1"),
         ("--seed", "-2"),
+        ("--batch", "0"),
     ] {
         let args = ["--prompt-ids", "1", option, value];
         refused(
@@ -605,8 +606,11 @@ fn text_streams_alone_to_stdout() {
     let file = tempfile::NamedTempFile::new().unwrap();
     fs::write(file.path(), format!("{}\n", args[1])).unwrap();
     let path = file.path().to_str().unwrap();
-    for (path, input) in [(path, ""), ("-", &*format!("{}\n", args[1]))] {
-        generate(&sotu(), &["-f", path, "-n", "24", "--temp", "0"])
+    // From a file, from standard input, and in batches that are smaller than it.
+    let input = format!("{}\n", args[1]);
+    for (path, input, batch) in [(path, "", "512"), ("-", &*input, "512"), (path, "", "5")] {
+        let args = ["-f", path, "-n", "24", "--temp", "0", "--batch", batch];
+        generate(&sotu(), &args)
             .write_stdin(input)
             .assert()
             .success()
