@@ -28,9 +28,9 @@ use crate::model::directory::{
 };
 use crate::model::error::ModelError;
 use crate::model::format::{FP8_BLOCK, Format, Weight};
+use crate::model::inventory;
 use crate::model::shards::{SCALES, Shards};
 use crate::model::tensors::{Entry, TensorWriter};
-use crate::model::weights::inventory;
 use crate::model::{hex, mtp};
 use staged::Staged;
 

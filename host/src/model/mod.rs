@@ -8,19 +8,26 @@ pub mod error;
 pub mod family;
 pub mod format;
 mod forward;
+mod inventory;
+mod latent;
 mod matrix;
 pub mod mtp;
 mod repin;
+mod routing;
+mod session;
 pub mod shards;
+mod source;
 mod step;
 pub mod tensors;
-pub(crate) mod weights;
+mod weights;
 
 pub use config::Config;
 pub use error::ModelError;
-pub use forward::{CHUNK, Session, Wanted};
-pub(crate) use weights::bytes_to_load;
-pub use weights::{Model, Placement, Source, check_archive, hex};
+pub(crate) use inventory::inventory;
+pub use session::{CHUNK, Session, Wanted};
+pub(crate) use source::bytes_to_load;
+pub use source::{Source, check_archive, hex};
+pub use weights::{Model, Placement};
 
 /// Tokens of a prompt that go through a model together unless something else is asked for.
 pub const BATCH: usize = 512;

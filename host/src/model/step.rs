@@ -7,8 +7,8 @@
 
 use std::ops::Range;
 
-use super::forward::Session;
 use super::mtp::Mtp;
+use super::session::Session;
 use super::weights::{Layer, Mlp, Model};
 use crate::backend::{Backend, LoadExperts};
 

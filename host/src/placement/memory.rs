@@ -5,7 +5,7 @@ use std::path::Path;
 use crate::backend::KvFormat;
 use crate::backend::kernels::plan;
 use crate::model::directory::Dense;
-use crate::model::weights::inventory;
+use crate::model::inventory;
 use crate::model::{Config, ModelError};
 
 /// Memory of one purpose, bytes.

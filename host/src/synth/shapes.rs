@@ -170,7 +170,7 @@ mod tests {
         assert_eq!(c.router.experts, shape.experts());
         let experts = c.sparse_layers().count() * c.router.experts;
         assert_eq!(c.sparse_layers().next(), Some(shape.layers().1));
-        let dense: usize = (crate::model::weights::inventory(&c).iter())
+        let dense: usize = (crate::model::inventory(&c).iter())
             .map(|(_, shape)| shape.iter().product::<usize>())
             .sum();
         (dense + experts * 3 * c.hidden * c.moe_intermediate) as f64 / 1e9

@@ -2,8 +2,10 @@
 
 use cuda_std::mem::Slice;
 
+use super::buffer::{Buffer, blocks, input, output, word};
 use super::device::{Device, Launch};
-use super::ops::{Buffer, KernelBackend, KernelError, Result, blocks, input, output, word};
+use super::error::{KernelError, Result};
+use super::ops::KernelBackend;
 use super::plan;
 use super::table::*;
 use crate::backend::{Attend, Cached, Mla, Rows, RowsMut};

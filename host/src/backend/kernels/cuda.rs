@@ -10,6 +10,9 @@
 //! - `cuModuleLoadDataEx`, once more after `cust`'s has failed, for the compiler's log: no option for it.
 
 mod event;
+mod found;
+mod memory;
+mod module;
 mod pool;
 mod recording;
 mod staging;
@@ -17,12 +20,12 @@ mod staging;
 mod tests;
 
 use std::collections::BTreeMap;
-use std::ffi::{CStr, c_void};
+use std::ffi::c_void;
 use std::ptr::null_mut;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use cuda_loader::sys::{self, LaunchAttribute, LaunchConfig, function_attribute, jit_option};
+use cuda_loader::sys::{self, LaunchAttribute, LaunchConfig};
 use cuda_loader::{DriverError, check};
 use cust::context::{Context, CurrentContext};
 use cust::device::DeviceAttribute;
@@ -30,49 +33,23 @@ use cust::error::CudaError;
 use cust::event::{Event, EventFlags};
 use cust::function::{Function, FunctionAttribute};
 use cust::memory::{
-    AsyncCopyDestination, DevicePointer, DeviceSlice, cuda_free, cuda_free_locked, cuda_malloc,
-    cuda_malloc_locked, mem_get_info,
+    AsyncCopyDestination, DevicePointer, cuda_free, cuda_malloc, cuda_malloc_locked, mem_get_info,
 };
 use cust::module::Module;
 use cust::stream::{Stream, StreamWaitEventFlags};
 
-use super::device::{Device, DeviceError, DeviceLimits, DeviceMemory, Launch};
+use super::device::{Device, DeviceError, DeviceLimits, Launch};
 use super::device::{check_launch, check_range};
 use super::table::{KernelFn, KernelId};
 pub use event::CudaEvent;
+pub use found::CudaInfo;
+use found::{describe, device_attribute, start_driver};
+pub use memory::{CudaHost, CudaMemory};
+use module::{load_function, load_module};
 use pool::{Pool, pool_size};
 pub use recording::CudaRecording;
 use recording::{Recorder, Turn};
 use staging::Staging;
-
-/// PTX for compute capability 8.0 and later, and for 9.0 and later; NUL at the end.
-const PTX_SM_80: &str = concat!(include_str!(env!("ANSATZ_PTX_SM_80")), "\0");
-const PTX_SM_90: &str = concat!(include_str!(env!("ANSATZ_PTX_SM_90")), "\0");
-
-/// What a device is.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct CudaInfo {
-    /// Number, as the driver counts.
-    pub ordinal: u32,
-    /// Name.
-    pub name: String,
-    /// Compute capability, major and minor.
-    pub capability: (u32, u32),
-    /// L2 cache, bytes.
-    pub l2_bytes: u64,
-    /// Shared memory that a block can have, bytes.
-    pub shared_per_block: u32,
-    /// Memory, bytes.
-    pub memory_bytes: u64,
-    /// Target of the PTX that it runs: `sm_80`, `sm_90`.
-    pub ptx: &'static str,
-}
-
-impl std::fmt::Display for CudaInfo {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "cuda:{} {}", self.ordinal, self.name)
-    }
-}
 
 /// A CUDA device.
 #[derive(Clone)]
@@ -210,16 +187,6 @@ fn cust_error(device: &str, call: impl Into<String>, error: CudaError) -> Device
     driver_error(device, call, described(error))
 }
 
-/// Loads and initialises the driver, or says why there is nothing to call.
-fn start_driver() -> Result<(), DeviceError> {
-    let unavailable = |reason: String| DeviceError::Unavailable {
-        reason,
-        remedy: "use --device cpu, or see `host doctor`",
-    };
-    cuda_loader::load().map_err(|e| unavailable(e.to_string()))?;
-    cust::init(cust::CudaFlags::empty()).map_err(|e| unavailable(described(e).to_string()))
-}
-
 impl CudaDevice {
     /// Devices that the driver knows; 0 without a driver.
     pub fn count() -> u32 {
@@ -310,73 +277,6 @@ impl CudaDevice {
     }
 }
 
-fn device_attribute(
-    name: &str,
-    device: cust::device::Device,
-    which: DeviceAttribute,
-) -> Result<u32, DeviceError> {
-    match device.get_attribute(which) {
-        Ok(value) => Ok(value as u32),
-        Err(e) => Err(cust_error(name, "cuDeviceGetAttribute", e)),
-    }
-}
-
-/// Shared memory of a block that opts in, bytes.
-fn shared_per_block(name: &str, device: cust::device::Device) -> Result<u32, DeviceError> {
-    const WHICH: i32 = sys::device_attribute::MAX_SHARED_MEMORY_PER_BLOCK_OPTIN;
-    let mut value = 0;
-    // SAFETY: valid pointer and device.
-    check(unsafe { sys::cuDeviceGetAttribute(&raw mut value, WHICH, device.as_raw()) })
-        .map_err(|e| driver_error(name, "cuDeviceGetAttribute", e))?;
-    Ok(value as u32)
-}
-
-fn describe(ordinal: u32) -> Result<(CudaInfo, cust::device::Device), DeviceError> {
-    start_driver()?;
-    let anonymous = format!("cuda:{ordinal}");
-    let fail = |call: &'static str| {
-        let anonymous = anonymous.as_str();
-        move |e| cust_error(anonymous, call, e)
-    };
-    let count = cust::device::Device::num_devices().map_err(fail("cuDeviceGetCount"))?;
-    if ordinal >= count {
-        return Err(DeviceError::Unavailable {
-            reason: format!("device {ordinal} of {count}"),
-            remedy: "`host doctor` lists the devices",
-        });
-    }
-    let device = cust::device::Device::get_device(ordinal).map_err(fail("cuDeviceGet"))?;
-    let get = |which| device_attribute(&anonymous, device, which);
-    let capability = (
-        get(DeviceAttribute::ComputeCapabilityMajor)?,
-        get(DeviceAttribute::ComputeCapabilityMinor)?,
-    );
-    let info = CudaInfo {
-        ordinal,
-        name: device.name().map_err(fail("cuDeviceGetName"))?,
-        capability,
-        l2_bytes: get(DeviceAttribute::L2CacheSize)?.into(),
-        shared_per_block: shared_per_block(&anonymous, device)?,
-        memory_bytes: device.total_memory().map_err(fail("cuDeviceTotalMem"))? as u64,
-        ptx: if capability >= (9, 0) {
-            "sm_90"
-        } else {
-            "sm_80"
-        },
-    };
-    if capability < (8, 0) {
-        return Err(DeviceError::Unsupported {
-            device: info.to_string(),
-            reason: format!(
-                "its compute capability is {}.{}, the kernels need 8.0",
-                capability.0, capability.1
-            ),
-            remedy: "use --device cpu",
-        });
-    }
-    Ok((info, device))
-}
-
 /// A stream that does not wait for the default stream, which `Stream::new` cannot make.
 fn non_blocking_stream(name: &str) -> Result<Stream, DeviceError> {
     let mut stream: sys::Stream = null_mut();
@@ -387,179 +287,6 @@ fn non_blocking_stream(name: &str) -> Result<Stream, DeviceError> {
     // which can only lie at its start where the sizes are equal (else this does not compile), and
     // owns it.
     Ok(unsafe { std::mem::transmute::<sys::Stream, Stream>(stream) })
-}
-
-/// Names a PTX file to take in place of the one in the binary, for work on kernels: the host side must
-/// be that of the same sources.
-const PTX_OVERRIDE: &str = "ANSATZ_PTX";
-
-fn load_module(info: &CudaInfo) -> Result<Module, DeviceError> {
-    let mut ptx = match info.ptx {
-        "sm_90" => PTX_SM_90.to_owned(),
-        _ => PTX_SM_80.to_owned(),
-    };
-    if let Some(path) = std::env::var_os(PTX_OVERRIDE) {
-        let path = std::path::Path::new(&path);
-        ptx = std::fs::read_to_string(path).map_err(|e| DeviceError::Unavailable {
-            reason: format!("{PTX_OVERRIDE}: {}: {e}", path.display()),
-            remedy: "name a readable PTX file, or unset it",
-        })?;
-        ptx.push('\0');
-        tracing::warn!(
-            "kernels are those of {}, as {PTX_OVERRIDE} says",
-            path.display()
-        );
-    }
-    let ptx = CStr::from_bytes_until_nul(ptx.as_bytes()).expect("it ends in NUL");
-    Module::from_ptx_cstr(ptx, &[]).map_err(|e| {
-        let mut error = described(e);
-        if let Some(log) = compiler_log(ptx) {
-            error.description = format!("{}: {log}", error.description);
-        }
-        let call = format!("cuModuleLoadDataEx({})", info.ptx);
-        driver_error(&info.to_string(), call, error)
-    })
-}
-
-/// What the driver's compiler has against a PTX that it has refused.
-fn compiler_log(ptx: &CStr) -> Option<String> {
-    let mut log = vec![0u8; 16 << 10];
-    let mut options = [
-        jit_option::ERROR_LOG_BUFFER,
-        jit_option::ERROR_LOG_BUFFER_SIZE_BYTES,
-    ];
-    // The driver takes the size in the place of a pointer.
-    let mut values = [
-        log.as_mut_ptr().cast::<c_void>(),
-        std::ptr::without_provenance_mut(log.len()),
-    ];
-    let mut module = null_mut();
-    // SAFETY: the image ends with NUL; options and values are as many as given, and the log has the
-    // size given. A module that is there after all is unloaded.
-    unsafe {
-        let code = sys::cuModuleLoadDataEx(
-            &raw mut module,
-            ptx.as_ptr().cast(),
-            options.len() as u32,
-            options.as_mut_ptr(),
-            values.as_mut_ptr(),
-        );
-        if code == 0 {
-            let _ = sys::cuModuleUnload(module);
-        }
-    }
-    let end = log.iter().position(|b| *b == 0).unwrap_or(log.len());
-    let text = String::from_utf8_lossy(&log[..end]).trim().to_owned();
-    (!text.is_empty()).then_some(text)
-}
-
-/// A kernel, allowed all of a block's shared memory.
-fn load_function<'a>(
-    name: &str,
-    limits: &DeviceLimits,
-    module: &'a Module,
-    id: KernelId,
-) -> Result<Function<'a>, DeviceError> {
-    let call = |call: &str| format!("{call}({})", id.name());
-    let function = module
-        .get_function(id.name())
-        .map_err(|e| cust_error(name, call("cuModuleGetFunction"), e))?;
-    let fixed = function
-        .get_attribute(FunctionAttribute::SharedMemorySizeBytes)
-        .map_err(|e| cust_error(name, call("cuFuncGetAttribute"), e))?;
-    let dynamic = (limits.shared_per_block as i32 - fixed).max(0);
-    // SAFETY: valid function.
-    check(unsafe {
-        sys::cuFuncSetAttribute(
-            function.to_raw().cast(),
-            function_attribute::MAX_DYNAMIC_SHARED_SIZE_BYTES,
-            dynamic,
-        )
-    })
-    .map_err(|e| driver_error(name, call("cuFuncSetAttribute"), e))?;
-    Ok(function)
-}
-
-/// Memory of a [`CudaDevice`]; goes back to its pool when dropped.
-pub struct CudaMemory {
-    device: Arc<Inner>,
-    address: u64,
-    size: usize,
-}
-
-impl CudaMemory {
-    /// The view of `len` bytes from `offset` on, which the caller has checked.
-    fn range(&self, offset: usize, len: usize) -> DeviceSlice<u8> {
-        let start = DevicePointer::from_raw(self.address + offset as u64);
-        // SAFETY: in this allocation. The view itself touches nothing; those who use it say why the
-        // memory is live.
-        unsafe { DeviceSlice::from_raw_parts_mut(start, len) }
-    }
-}
-
-/// Pinned host memory; given back when dropped, behind the copies that use it.
-pub struct CudaHost {
-    device: Arc<Inner>,
-    address: *mut u8,
-    size: usize,
-}
-
-// SAFETY: it owns its bytes; the driver may be called from any thread.
-unsafe impl Send for CudaHost {}
-// SAFETY: shared, it can only be read.
-unsafe impl Sync for CudaHost {}
-
-impl std::ops::Deref for CudaHost {
-    type Target = [u8];
-    fn deref(&self) -> &[u8] {
-        if self.size == 0 {
-            return &[];
-        }
-        // SAFETY: allocated by the driver with this size, so holding bytes; owned.
-        unsafe { std::slice::from_raw_parts(self.address, self.size) }
-    }
-}
-
-impl std::ops::DerefMut for CudaHost {
-    fn deref_mut(&mut self) -> &mut [u8] {
-        if self.size == 0 {
-            return &mut [];
-        }
-        // SAFETY: as above; that no copy reads it meanwhile is promised to `copy_beside`.
-        unsafe { std::slice::from_raw_parts_mut(self.address, self.size) }
-    }
-}
-
-impl Drop for CudaHost {
-    fn drop(&mut self) {
-        if self.size == 0 {
-            return;
-        }
-        // Nothing can be done about failures here.
-        let _turn = self.device.enter();
-        let _ = self.device.copies.synchronize();
-        // SAFETY: allocated by `cuda_malloc_locked`, owned, and no copy uses it any more.
-        let _ = unsafe { cuda_free_locked(self.address) };
-    }
-}
-
-impl DeviceMemory for CudaMemory {
-    type Host = CudaHost;
-
-    fn address(&self) -> u64 {
-        self.address
-    }
-
-    fn size(&self) -> usize {
-        self.size
-    }
-}
-
-impl Drop for CudaMemory {
-    fn drop(&mut self) {
-        // Whoever takes it next uses it behind, in the one stream.
-        (self.device.pool()).give(pool_size(self.size), self.address);
-    }
 }
 
 impl Device for CudaDevice {

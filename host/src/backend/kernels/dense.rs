@@ -2,8 +2,10 @@
 
 use cuda_std::mem::Slice;
 
+use super::buffer::{Buffer, View, blocks, input, output, word};
 use super::device::{Device, Launch};
-use super::ops::{Buffer, KernelBackend, Result, View, blocks, input, output, word};
+use super::error::Result;
+use super::ops::KernelBackend;
 use super::plan;
 use super::table::*;
 use crate::backend::{Mla, Rows, RowsMut, Weight};

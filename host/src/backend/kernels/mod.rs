@@ -1,10 +1,12 @@
 //! The back end that launches the kernels of `gpu` on a [`Device`]: the emulator or CUDA.
 
 mod attention;
+mod buffer;
 mod cuda;
 mod dense;
 mod device;
 mod emulator;
+mod error;
 mod experts;
 #[cfg(test)]
 mod measured;
@@ -15,11 +17,13 @@ mod record;
 mod split;
 mod table;
 
+pub use self::buffer::Buffer;
 pub use self::cuda::{CudaDevice, CudaEvent, CudaInfo, CudaMemory};
 pub use self::device::{ALIGNMENT, Device, DeviceError, DeviceLimits, DeviceMemory, Launch};
 pub use self::emulator::{EmulatedDevice, EmulatedMemory};
+pub use self::error::KernelError;
 pub use self::experts::{Experts, Prepared};
 pub use self::mock::{Done, Faults, MockDevice, MockHost, MockMemory};
-pub use self::ops::{Buffer, KernelBackend, KernelError};
+pub use self::ops::KernelBackend;
 pub use self::record::Recorded;
 pub use self::table::*;

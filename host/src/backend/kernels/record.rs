@@ -3,8 +3,10 @@
 use std::sync::PoisonError;
 use std::sync::atomic::Ordering;
 
+use super::buffer::word;
 use super::device::{Device, DeviceError};
-use super::ops::{KernelBackend, KernelError, Result, Span, word};
+use super::error::{KernelError, Result};
+use super::ops::{KernelBackend, Span};
 use super::split;
 use crate::backend::split::Part;
 

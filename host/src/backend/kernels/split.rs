@@ -9,7 +9,8 @@
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::device::Device;
-use super::ops::{KernelBackend, Result};
+use super::error::Result;
+use super::ops::KernelBackend;
 use super::table::KernelId;
 use crate::backend::split::{PARTS, Part, Parts};
 

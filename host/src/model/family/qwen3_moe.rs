@@ -15,9 +15,10 @@ use crate::model::BATCH;
 use crate::model::cache::Cache;
 use crate::model::config::{Config, LayerKind, Object, check_dimensions, rope_theta};
 use crate::model::error::ModelError;
-use crate::model::forward::Scratch;
+use crate::model::inventory::at;
 use crate::model::matrix::Matrix;
-use crate::model::weights::{Loader, Model, at};
+use crate::model::session::Scratch;
+use crate::model::weights::{Loader, Model};
 
 pub const TYPE: &str = "qwen3_moe";
 

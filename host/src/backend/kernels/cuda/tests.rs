@@ -1,5 +1,7 @@
+use super::module::{PTX_SM_80, PTX_SM_90, compiler_log};
 use super::*;
 use crate::backend::kernels::ALIGNMENT;
+use crate::backend::kernels::device::DeviceMemory;
 
 #[test]
 fn without_a_driver_the_error_names_the_remedy() {

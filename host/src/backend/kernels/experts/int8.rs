@@ -3,8 +3,10 @@
 //! `gpu::act` and `gpu::combine` add both exact dot products.
 
 use super::{Experts, Groups, Operands, Quantised};
+use crate::backend::kernels::buffer::{Buffer, word};
 use crate::backend::kernels::device::Device;
-use crate::backend::kernels::ops::{Buffer, KernelBackend, Result, word};
+use crate::backend::kernels::error::Result;
+use crate::backend::kernels::ops::KernelBackend;
 
 /// Partial sums of the low nibbles of int8 weights.
 pub(super) struct Low<M> {

@@ -22,10 +22,10 @@ use super::peers::Chosen;
 use super::tiers::{Disk, HALVES, Place, Stage, Tiers, moved, read_slot};
 use super::{Experts, Groups, Operands, Quantised, Sum};
 use crate::backend::cpu::{self, Cpu};
+use crate::backend::kernels::buffer::{Buffer, View, input, output, word};
 use crate::backend::kernels::device::{Device, DeviceMemory};
-use crate::backend::kernels::ops::{
-    Buffer, KernelBackend, KernelError, Result, View, input, output, word,
-};
+use crate::backend::kernels::error::{KernelError, Result};
+use crate::backend::kernels::ops::KernelBackend;
 use crate::backend::split::Part;
 use crate::backend::{Backend, Rows, RowsMut, rows, rows_mut};
 use crate::disk::reads::Read;

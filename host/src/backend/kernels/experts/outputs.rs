@@ -5,8 +5,10 @@ use gpu::launch::Launch;
 
 use super::int8::Low;
 use super::{Experts, Groups, Quantised, Sum};
+use crate::backend::kernels::buffer::{Buffer, word};
 use crate::backend::kernels::device::Device;
-use crate::backend::kernels::ops::{Buffer, KernelBackend, Result, word};
+use crate::backend::kernels::error::Result;
+use crate::backend::kernels::ops::KernelBackend;
 use crate::backend::kernels::table::{ActQuantise, Combine};
 
 impl<D: Device> KernelBackend<D> {

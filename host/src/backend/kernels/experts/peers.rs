@@ -12,8 +12,10 @@ use cuda_std::mem::Slice;
 
 use super::{Experts, Sum};
 use crate::backend::Rows;
+use crate::backend::kernels::buffer::{Buffer, View, word};
 use crate::backend::kernels::device::{Device, DeviceMemory};
-use crate::backend::kernels::ops::{Buffer, KernelBackend, Result, View, word};
+use crate::backend::kernels::error::Result;
+use crate::backend::kernels::ops::KernelBackend;
 use crate::backend::split::Part;
 
 /// Tokens and what was chosen for them, on the first device.

@@ -5,9 +5,11 @@ use gpu::coded_plan;
 use gpu::layout::Symbol;
 use gpu::matmul_rans_tokens::TOKENS;
 
-use super::{Class, Coded, Decoded, Groups};
+use super::matmuls::Decoded;
+use super::{Class, Coded, Groups};
 use crate::backend::kernels::device::Device;
-use crate::backend::kernels::ops::{KernelBackend, Result};
+use crate::backend::kernels::error::Result;
+use crate::backend::kernels::ops::KernelBackend;
 use crate::backend::kernels::table::*;
 
 impl<D: Device> KernelBackend<D> {

@@ -8,12 +8,14 @@ use cuda_std::mem::Slice;
 use gpu::abi::{self, MatrixDesc};
 use rayon::prelude::*;
 
+use super::load::{Places, drop_unused, record_descs};
 use super::moves::{self, Moves};
-use super::{Places, drop_unused, record_descs, word};
 use crate::archive::{Digest, Record};
 use crate::backend::cpu::{self, Cpu};
+use crate::backend::kernels::buffer::{Buffer, word};
 use crate::backend::kernels::device::{ALIGNMENT, Device, DeviceMemory};
-use crate::backend::kernels::ops::{Buffer, KernelBackend, KernelError, Result};
+use crate::backend::kernels::error::{KernelError, Result};
+use crate::backend::kernels::ops::KernelBackend;
 use crate::backend::{Backend, LayerExperts, LoadExperts, TieredLayer};
 use crate::disk::reader::{BLOCK, DirectFile};
 use crate::disk::reads::{Reads, Way};

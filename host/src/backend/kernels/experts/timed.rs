@@ -3,8 +3,10 @@
 use cuda_std::mem::Slice;
 
 use super::{Grouped, Operands, Quantised};
+use crate::backend::kernels::buffer::{Buffer, input};
 use crate::backend::kernels::device::Device;
-use crate::backend::kernels::ops::{Buffer, KernelBackend, KernelError, Result, input};
+use crate::backend::kernels::error::{KernelError, Result};
+use crate::backend::kernels::ops::KernelBackend;
 use crate::backend::kernels::{CudaDevice, EmulatedDevice, Experts};
 use crate::backend::{Backend, rows};
 use crate::bench::Timed;
