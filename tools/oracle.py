@@ -5,6 +5,7 @@
   V/bin/python tools/oracle.py make FAMILY DIR          # a tiny random checkpoint
   V/bin/python tools/oracle.py fp8 FROM DIR             # its fp8 form: e4m3, 128 x 128 blocks
   V/bin/python tools/oracle.py mtp FROM DIR             # with a layer that drafts, of layer 2's tensors
+  V/bin/python tools/oracle.py chat FILE                # tests/data/oracles/chat.json: what templates render
   V/bin/python tools/oracle.py run DIR --experts int4-row --dense int8-row --out FILE
 
 Of an fp8 checkpoint `host convert` rounds the dense part to bf16: `run --dense bf16` is its oracle.
@@ -24,6 +25,7 @@ import numpy as np
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from transformers.utils.chat_template_utils import render_jinja_template
 
 
 def first_of_equals(x, k, dim=-1, largest=True, sorted=True):
@@ -142,6 +144,18 @@ def mtp(args):
     save_file(tensors, os.path.join(args.dir, "model.safetensors"), metadata={"format": "pt"})
     config["num_nextn_predict_layers"] = 1
     json.dump(config, open(os.path.join(args.dir, "config.json"), "w"), indent=2)
+
+
+def chat(args):
+    oracle = json.load(open(args.file))
+    tokens = {k: v["content"] if isinstance(v, dict) else v for k, v in oracle["tokens"].items() if v}
+    for case in oracle["cases"]:
+        texts, _ = render_jinja_template(
+            [oracle["talks"][case["talk"]]], chat_template=oracle["templates"][case["template"]],
+            add_generation_prompt=True, enable_thinking=case["thinking"], **tokens)
+        case["text"] = texts[0]
+    oracle["made_with"] = f"transformers {transformers.__version__}"
+    json.dump(oracle, open(args.file, "w"), indent=1, ensure_ascii=False)
 
 
 def integers(w, most, group):
@@ -293,6 +307,9 @@ p = sub.add_parser("mtp")
 p.add_argument("source")
 p.add_argument("dir")
 p.set_defaults(do=mtp)
+p = sub.add_parser("chat")
+p.add_argument("file")
+p.set_defaults(do=chat)
 p = sub.add_parser("run")
 p.add_argument("dir")
 p.add_argument("--experts", choices=RULES, default="int4-row")

@@ -194,12 +194,19 @@ pub(super) fn latent_config(o: &Object, family: LatentFamily) -> Result<Config, 
         latent: o.size("kv_lora_rank")?,
         scaling: (1.0 / ((nope + rope) as f64).sqrt()) as f32,
     };
+    if o.get("q_lora_rank").is_none() {
+        return Err(o.unsupported("q_lora_rank", "a rank", "none"));
+    }
+    let shared = match o.get("n_shared_experts") {
+        None => 1,
+        Some(_) => o.count("n_shared_experts")?,
+    };
     let config = Config {
         vocab: o.size("vocab_size")?,
         hidden: o.size("hidden_size")?,
         intermediate: o.size("intermediate_size")?,
         moe_intermediate: o.size("moe_intermediate_size")?,
-        shared_intermediate: o.size("moe_intermediate_size")? * o.size_or("n_shared_experts", 1)?,
+        shared_intermediate: o.size("moe_intermediate_size")? * shared,
         q_lora: o.size("q_lora_rank")?,
         eps: o.single_or("rms_norm_eps", 1e-5)?,
         rope_theta: rope_theta(o)?,
@@ -233,10 +240,7 @@ pub(super) fn latent_config(o: &Object, family: LatentFamily) -> Result<Config, 
 fn sigmoid_router(o: &Object, scaling_factor: f64) -> Result<Router, ModelError> {
     let router = Router {
         scoring: Scoring::Sigmoid,
-        experts: match o.get("n_routed_experts") {
-            Some(_) => o.size("n_routed_experts")?,
-            None => o.size("num_experts")?,
-        },
+        experts: experts(o, "n_routed_experts")?,
         top_k: o.size("num_experts_per_tok")?,
         groups: o.size_or("n_group", 1)?,
         top_groups: o.size_or("topk_group", 1)?,
@@ -306,30 +310,63 @@ fn whole_heads_turn(o: &Object) -> Result<(), ModelError> {
     Err(o.unsupported("partial_rotary_factor", "1", part))
 }
 
-/// Base of the rotary angles.
+/// Base of the rotary angles. Of `rope_scaling` and `rope_parameters` transformers takes the former,
+/// whole, unless it is empty.
 pub(super) fn rope_theta(o: &Object) -> Result<f64, ModelError> {
     whole_heads_turn(o)?;
-    let scope = ["rope_parameters", "rope_scaling"]
-        .into_iter()
-        .find_map(|name| o.get(name).map(|v| (name, v)));
-    let Some((name, value)) = scope else {
-        return o.number_or("rope_theta", 10_000.0);
-    };
-    let Value::Object(map) = value else {
-        return Err(o.bad(name, "an object", short(value)));
-    };
-    let inner = Object {
-        file: o.file.clone(),
-        map: map.clone(),
-    };
-    for field in ["rope_type", "type"] {
-        inner.must(field, "default", Some("default"))?;
+    let mut theta = None;
+    for name in ["rope_parameters", "rope_scaling"] {
+        let map = match o.get(name) {
+            None => continue,
+            Some(Value::Object(map)) if map.is_empty() => continue,
+            Some(Value::Object(map)) => map,
+            Some(value) => return Err(o.bad(name, "an object", short(value))),
+        };
+        if let Some((kind, value)) = map.iter().find(|(_, v)| v.is_object()) {
+            let field = format!("{name}.{kind}");
+            return Err(o.unsupported(
+                &field,
+                "one set of rotary angles for all layers",
+                short(value),
+            ));
+        }
+        let inner = Object {
+            file: o.file.clone(),
+            map: map.clone(),
+        };
+        for field in ["rope_type", "type"] {
+            inner
+                .must(field, "default", Some("default"))
+                .map_err(|e| e.within(name))?;
+        }
+        whole_heads_turn(&inner).map_err(|e| e.within(name))?;
+        theta = match inner.get("rope_theta") {
+            Some(_) => Some(
+                inner
+                    .number_or("rope_theta", 0.0)
+                    .map_err(|e| e.within(name))?,
+            ),
+            None => None,
+        };
     }
-    whole_heads_turn(&inner)?;
-    match inner.get("rope_theta") {
-        Some(_) => inner.number_or("rope_theta", 0.0),
+    match theta {
+        Some(theta) => Ok(theta),
         None => o.number_or("rope_theta", 10_000.0),
     }
+}
+
+/// How many routed experts a layer has, by any of the names that transformers reads.
+pub(super) fn experts(o: &Object, name: &str) -> Result<usize, ModelError> {
+    let names = ["n_routed_experts", "num_experts", "num_local_experts"];
+    let named: Vec<&str> = names.into_iter().filter(|n| o.get(n).is_some()).collect();
+    let n = o.size(named.first().unwrap_or(&name))?;
+    for other in &named {
+        let found = o.size(other)?;
+        if found != n {
+            return Err(o.bad(other, format!("{n}, as {} says", named[0]), found));
+        }
+    }
+    Ok(n)
 }
 
 /// Which layers are sparse; without a list, all but the first, `dense` of them by default.
@@ -600,6 +637,34 @@ mod tests {
     }
 
     #[test]
+    fn rotary_bases_are_read_as_transformers_reads_them() {
+        let theta = |fields: Value| {
+            let Value::Object(fields) = fields else {
+                unreachable!()
+            };
+            parse(|m| m.extend(fields.clone())).unwrap().rope_theta
+        };
+        let json = |text: &str| serde_json::from_str::<Value>(text).unwrap();
+        assert_eq!(theta(json("{}")), 10_000.0);
+        assert_eq!(theta(json(r#"{"rope_theta": 50}"#)), 50.0);
+        let parameters = r#"{"rope_theta": 50, "rope_parameters": {"rope_theta": 70}}"#;
+        assert_eq!(theta(json(parameters)), 70.0);
+        let empty = r#"{"rope_scaling": {}, "rope_parameters": {"rope_theta": 70}}"#;
+        assert_eq!(theta(json(empty)), 70.0);
+        let both = r#"{"rope_scaling": {"rope_theta": 90}, "rope_parameters": {"rope_theta": 70}}"#;
+        assert_eq!(theta(json(both)), 90.0);
+        let neither = r#"{"rope_scaling": {"type": "default"}, "rope_theta": 50,
+                          "rope_parameters": {"rope_theta": 70}}"#;
+        assert_eq!(theta(json(neither)), 50.0);
+    }
+
+    #[test]
+    fn no_shared_expert() {
+        let c = parse(|m| drop(m.insert("n_shared_experts".into(), 0.into())));
+        assert_eq!(c.unwrap().shared_intermediate, 0);
+    }
+
+    #[test]
     fn what_is_not_computed_is_refused_by_name() {
         let refused = |field: &str, value: Value| {
             let e = parse(|m| {
@@ -646,6 +711,24 @@ mod tests {
             serde_json::json!({"rope_theta": 1e4, "partial_rotary_factor": 0.5}),
         );
         refused("partial_rotary_factor", 0.25.into());
+        let linear = serde_json::json!({"type": "linear", "factor": 2.0});
+        refused("rope_scaling", linear.clone());
+        let e = parse(|m| {
+            m.insert(
+                "rope_parameters".into(),
+                serde_json::json!({"rope_theta": 1e4}),
+            );
+            m.insert("rope_scaling".into(), linear.clone());
+        });
+        let e = e.unwrap_err().to_string();
+        assert!(
+            e.contains("rope_scaling.type: expected default, found linear"),
+            "{e}"
+        );
+        let each = serde_json::json!({"deepseek_sparse_attention": {"rope_theta": 1e4}});
+        refused("rope_parameters", each);
+        refused("q_lora_rank", Value::Null);
+        refused("num_experts", 4.into());
         let whole = serde_json::json!({"rope_theta": 1e4, "partial_rotary_factor": 1.0});
         parse(|m| drop(m.insert("rope_parameters".into(), whole.clone()))).unwrap();
         refused(

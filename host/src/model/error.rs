@@ -58,6 +58,14 @@ impl ModelError {
         }
     }
 
+    /// The same of a field that is within another.
+    pub(super) fn within(mut self, outer: &str) -> Self {
+        if let Self::Field { field, .. } = &mut self {
+            *field = format!("{outer}.{field}");
+        }
+        self
+    }
+
     /// A field that is not as expected.
     pub fn field(
         file: &Path,

@@ -13,7 +13,7 @@ use crate::backend::{
 };
 use crate::model::BATCH;
 use crate::model::cache::Cache;
-use crate::model::config::{Config, LayerKind, Object, check_dimensions, rope_theta};
+use crate::model::config::{Config, LayerKind, Object, check_dimensions, experts, rope_theta};
 use crate::model::error::ModelError;
 use crate::model::inventory::at;
 use crate::model::matrix::Matrix;
@@ -48,10 +48,7 @@ pub fn config(o: &Object) -> Result<Config, ModelError> {
     if !dim.is_multiple_of(8) {
         return Err(o.unsupported("head_dim", "a multiple of 8", dim));
     }
-    let experts = match o.get("num_experts") {
-        Some(_) => o.size("num_experts")?,
-        None => o.size("num_local_experts")?,
-    };
+    let experts = experts(o, "num_experts")?;
     let top_k = o.size("num_experts_per_tok")?;
     if top_k > experts {
         return Err(o.bad("num_experts_per_tok", format!("at most {experts}"), top_k));

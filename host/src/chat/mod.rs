@@ -1,11 +1,15 @@
 //! Messages to the text that a model takes, by its chat template.
 
-use std::fs;
+mod jinja;
+
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-use minijinja::{Environment, Error, ErrorKind, context};
+use minijinja::{Environment, Error, context};
 use serde::Serialize;
+use serde_json::Value;
 
+use crate::files;
 use crate::model::ModelError;
 
 /// Who speaks.
@@ -43,7 +47,9 @@ impl Message {
 pub struct Template {
     /// Where it came from; none for GLM's own form.
     file: Option<PathBuf>,
-    source: String,
+    environment: Environment<'static>,
+    /// `bos_token` and the like, as `tokenizer_config.json` has them.
+    tokens: BTreeMap<String, String>,
 }
 
 /// GLM's form: role tokens without newlines, and an empty thought unless thoughts are wanted.
@@ -60,27 +66,58 @@ impl Template {
     /// `chat_template.jinja` in `dir`, or `chat_template` of `tokenizer_config.json`; where there is
     /// neither, GLM's form.
     pub fn read(dir: &Path) -> Result<Self, ModelError> {
+        let config = dir.join("tokenizer_config.json");
+        let value: Value = match config.is_file() {
+            false => Value::Null,
+            true => {
+                let bytes = files::read(&config).map_err(|e| ModelError::io(&config, e, REMEDY))?;
+                serde_json::from_slice(&bytes)
+                    .map_err(|e| ModelError::field(&config, "file", "JSON", e, REMEDY))?
+            }
+        };
+        let tokens = tokens(&value);
         let file = dir.join("chat_template.jinja");
         if file.is_file() {
-            let source = fs::read_to_string(&file).map_err(|e| ModelError::io(&file, e, REMEDY))?;
-            return Self::new(Some(file), source);
+            let source =
+                files::read_to_string(&file).map_err(|e| ModelError::io(&file, e, REMEDY))?;
+            return Self::new(Some(file), &source, tokens);
         }
-        let file = dir.join("tokenizer_config.json");
-        if file.is_file() {
-            let bytes = fs::read(&file).map_err(|e| ModelError::io(&file, e, REMEDY))?;
-            let value: serde_json::Value = serde_json::from_slice(&bytes)
-                .map_err(|e| ModelError::field(&file, "file", "JSON", e, REMEDY))?;
-            if let Some(source) = value["chat_template"].as_str() {
-                return Self::new(Some(file), source.into());
+        // Of several the one that is used where none is named.
+        let template = match &value["chat_template"] {
+            Value::Array(several) => several
+                .iter()
+                .find(|t| t["name"] == "default")
+                .map_or(&Value::Null, |t| &t["template"]),
+            one => one,
+        };
+        match template {
+            Value::String(source) => Self::new(Some(config), source, tokens),
+            Value::Null if value["chat_template"].is_null() => Self::new(None, GLM, tokens),
+            _ => {
+                let expected = "a template, or several of which one is named \"default\"";
+                let found = "none such";
+                Err(ModelError::field(
+                    &config,
+                    "chat_template",
+                    expected,
+                    found,
+                    REMEDY,
+                ))
             }
         }
-        Self::new(None, GLM.into())
     }
 
-    fn new(file: Option<PathBuf>, source: String) -> Result<Self, ModelError> {
-        let this = Self { file, source };
-        this.environment().map_err(|e| this.wrong(&e))?;
-        Ok(this)
+    fn new(
+        file: Option<PathBuf>,
+        source: &str,
+        tokens: BTreeMap<String, String>,
+    ) -> Result<Self, ModelError> {
+        let environment = jinja::environment(source).map_err(|e| wrong(file.as_deref(), &e))?;
+        Ok(Self {
+            file,
+            environment,
+            tokens,
+        })
     }
 
     /// Whether the model has a template of its own.
@@ -88,38 +125,38 @@ impl Template {
         self.file.is_some()
     }
 
-    fn wrong(&self, e: &Error) -> ModelError {
-        let file = self
-            .file
-            .clone()
-            .unwrap_or_else(|| "GLM's chat form".into());
-        ModelError::field(&file, "chat template", "one that renders", e, REMEDY)
-    }
-
-    /// As transformers sets Jinja up.
-    fn environment(&self) -> Result<Environment<'_>, Error> {
-        let mut env = Environment::new();
-        env.set_trim_blocks(true);
-        env.set_lstrip_blocks(true);
-        env.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
-        env.add_function("raise_exception", |text: String| -> Result<String, Error> {
-            Err(Error::new(ErrorKind::InvalidOperation, text))
-        });
-        env.add_template("chat", &self.source)?;
-        Ok(env)
-    }
-
     /// The text of a conversation, up to where the model's next answer begins.
     pub fn render(&self, messages: &[Message], thinking: bool) -> Result<String, ModelError> {
         let render = || -> Result<String, Error> {
-            self.environment()?.get_template("chat")?.render(context! {
+            // Without tools or documents transformers says that there are none.
+            self.environment.get_template("chat")?.render(context! {
                 messages => messages,
+                tools => (),
+                documents => (),
                 add_generation_prompt => true,
                 enable_thinking => thinking,
+                ..minijinja::Value::from_serialize(&self.tokens)
             })
         };
-        render().map_err(|e| self.wrong(&e))
+        render().map_err(|e| wrong(self.file.as_deref(), &e))
     }
+}
+
+fn wrong(file: Option<&Path>, e: &Error) -> ModelError {
+    let file = file.unwrap_or(Path::new("GLM's chat form"));
+    ModelError::field(file, "chat template", "one that renders", e, REMEDY)
+}
+
+/// Special tokens by the names that templates use: texts, or objects with their `content`.
+fn tokens(config: &Value) -> BTreeMap<String, String> {
+    let entries = config.as_object().into_iter().flatten();
+    entries
+        .filter(|(name, _)| name.ends_with("_token"))
+        .filter_map(|(name, token)| {
+            let text = token.as_str().or_else(|| token["content"].as_str())?;
+            Some((name.clone(), text.into()))
+        })
+        .collect()
 }
 
 /// An answer without the thoughts before it, as later turns see it.
@@ -132,6 +169,8 @@ pub fn spoken(answer: &str) -> &str {
 
 #[cfg(test)]
 mod tests {
+    use std::fs;
+
     use super::*;
 
     fn talk() -> Vec<Message> {
