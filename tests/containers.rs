@@ -247,6 +247,30 @@ fn mixed_scales_become_groups() {
 }
 
 /// A group of 128 or 192 columns is two or three of 64.
+/// Two scales for 128 columns fit groups of 64 and of 96; three for 256 only the latter, which then holds
+/// for all.
+#[test]
+fn groups_are_those_that_all_matrices_may_have() {
+    const GROUP: usize = 96;
+    let grouped = tensors(As::Int4(usize::MAX), As::Int4(GROUP));
+    let mut wide = grouped.clone();
+    for (name, (dtype, shape, bytes)) in checkpoint() {
+        let scales = format!("{name}.qs");
+        let dense = !name.contains(".mlp.experts.") && grouped.contains_key(&scales);
+        if dense && shape[1] > GROUP {
+            assert_eq!(dtype, Dtype::BF16);
+            let cols = shape[1];
+            let (q, s) = integers(&widen(&bytes), cols, GROUP, 7.0);
+            let scale = |i: usize| s[i / cols * cols.div_ceil(GROUP) + i % cols / GROUP];
+            let w: Vec<f32> = (0..q.len()).map(|i| f32::from(q[i]) * scale(i)).collect();
+            wide.remove(&scales);
+            wide.insert(name, (Dtype::F32, shape, le(&w)));
+        }
+    }
+    let (grouped, wide) = (container(&grouped, None), container(&wide, None));
+    assert!(run(grouped.path(), &[]) == run(wide.path(), &[]));
+}
+
 #[test]
 fn wide_groups_are_spread() {
     let (hidden, intermediate) = (448, 128);
@@ -597,6 +621,7 @@ fn faults_of_tensors_are_named() {
     ] {
         let says = ["up_proj.weight.qs[5]", "a finite scale", what];
         bad(ALL, &|t| set(t, &scales, 5, x), &says);
+        bad(&[&["doctor"]], &|t| set(t, &scales, 5, x), &says);
     }
     let half = |t: &mut Tensors| {
         let t = t.get_mut(&scales).unwrap();

@@ -258,6 +258,11 @@ fn bad_checkpoints_leave_nothing_behind() {
         &|t| t.get_mut(&name).unwrap().2[2001 * 2..2001 * 2 + 2].copy_from_slice(&[0x80, 0x7f]),
         "up_proj.weight[2001]: expected a finite weight",
     );
+    let dense = "model.layers.0.self_attn.q_a_proj.weight";
+    bad(
+        &|t| t.get_mut(dense).unwrap().2[77 * 2..77 * 2 + 2].copy_from_slice(&[0x80, 0xff]),
+        "q_a_proj.weight[77]: expected a finite weight, found -inf",
+    );
     bad(&|t| drop(t.remove(&name)), "no such tensor");
     bad(
         &|t| t.get_mut(&name).unwrap().1 = vec![128, 64],

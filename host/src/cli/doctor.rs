@@ -9,7 +9,7 @@ use super::ui::{self, Progress};
 use crate::backend::cpu::Cpu;
 use crate::backend::kernels::{CudaDevice, DeviceError};
 use crate::interrupt;
-use crate::model::check::{Facts, check_all, check_dense};
+use crate::model::check::{Facts, check_all, check_dense, check_scales};
 use crate::model::{Config, Source, default_directory, mtp};
 use crate::simd::Arm;
 use crate::tokenizer::Tokenizer;
@@ -271,6 +271,9 @@ fn look_at_files(directory: &Path, deep: bool) -> anyhow::Result<(ModelFindings,
     let facts = |config: &Config| -> anyhow::Result<Facts> {
         let source = Source::open(directory, config, None)?;
         let dense = check_dense(directory, config)?;
+        if let Source::Raw(raw) = &source {
+            check_scales(raw, |_| ())?;
+        }
         Ok(Facts::of(config, &source, &dense)?)
     };
     let all = facts(&config)?;

@@ -513,11 +513,12 @@ fn write_dense(
         }
         summary.dense_tensors += 1;
         let tensor = checkpoint.get(&entry.name).expect("a name of its own");
+        let weight = checkpoint.weight(&entry.name, tensor.shape)?;
         if *put == Put::Verbatim {
+            check_finite(checkpoint, &entry.name, &weight)?;
             out.write(tensor.bytes)?;
             continue;
         }
-        let weight = checkpoint.weight(&entry.name, tensor.shape)?;
         checkpoint.check_scales(&entry.name, &weight, true)?;
         let mut row = vec![0.0; weight.cols];
         let rows = (0..weight.rows).map(|r| {
@@ -537,6 +538,20 @@ fn write_dense(
         out.write_pieces(rows)?;
     }
     out.finish()
+}
+
+/// Refuses a weight that is not finite.
+fn check_finite(checkpoint: &Shards, name: &str, weight: &Weight<'_>) -> Result<(), ModelError> {
+    let mut part = vec![0.0; weight.len().min(1 << 16)];
+    for from in (0..weight.len()).step_by(1 << 16) {
+        let part = &mut part[..(weight.len() - from).min(1 << 16)];
+        weight.widen(from, part);
+        if let Some(at) = part.iter().position(|w| !w.is_finite()) {
+            let name = format!("{name}[{}]", from + at);
+            return Err(checkpoint.wrong(&name, "a finite weight", part[at]));
+        }
+    }
+    Ok(())
 }
 
 fn write_experts(

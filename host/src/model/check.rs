@@ -11,7 +11,7 @@ use super::directory::{ARCHIVE_FILE, Dense, RawExperts};
 use super::error::ModelError;
 use super::inventory::inventory;
 use super::source::{Source, check_archive};
-use crate::archive::{Archive, ExpertSource, verify};
+use crate::archive::{Archive, ExpertSource, LOW_NIBBLES, verify};
 use crate::backend::KvFormat;
 use crate::expert::Tier;
 use crate::interrupt;
@@ -20,7 +20,7 @@ use crate::placement::memory::cache;
 /// Refuses a dense part that lacks a tensor, or has one of another shape or in a format that is
 /// not read, or scales that are not finite.
 pub fn check_dense(dir: &Path, config: &Config) -> Result<Dense, ModelError> {
-    let dense = Dense::open(dir)?;
+    let dense = Dense::open(dir, config)?;
     for (name, shape) in inventory(config) {
         dense.check(&name, &shape)?;
     }
@@ -153,20 +153,28 @@ pub fn check_all(
         .then(|| RawExperts::open(dir, config))
         .transpose()?;
     if let Some(raw) = &raw {
-        for (i, layer) in layers.iter().enumerate() {
-            going()?;
-            let experts = 0..raw.experts();
-            experts
-                .into_par_iter()
-                .try_for_each(|e| raw.expert(*layer, e).map(drop))?;
-            progress(tensors.len() + i + 1, steps);
-        }
+        check_scales(raw, |i| progress(tensors.len() + i + 1, steps))?;
     }
     if let Some(archive) = &archive {
         check_archive(archive, dir, config)?;
         verify(archive, raw.as_ref(), |_| ())?;
     }
     progress(steps, steps);
+    Ok(())
+}
+
+/// Refuses raw experts with a scale that is not finite or negative, as loading them does. `progress` gets the
+/// number of each layer that is done.
+pub fn check_scales(raw: &RawExperts, mut progress: impl FnMut(usize)) -> Result<(), ModelError> {
+    let layers = raw.layers().iter().filter(|l| **l & LOW_NIBBLES == 0);
+    for (i, layer) in layers.enumerate() {
+        going()?;
+        let experts = 0..raw.experts();
+        experts
+            .into_par_iter()
+            .try_for_each(|e| raw.expert(*layer, e).map(drop))?;
+        progress(i);
+    }
     Ok(())
 }
 

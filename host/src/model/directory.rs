@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use super::config::Config;
 use super::error::ModelError;
 use super::format::{Format, Weight};
+use super::inventory::inventory;
 use super::matrix::HostMatrix;
 use super::shards::{Shards, looks_like_container};
 use super::tensors::u16s;
@@ -54,6 +55,14 @@ impl ScaleKind {
     }
 }
 
+/// Whatever is to be read, groups are settled by all that may be there.
+fn with_drafts(config: &Config) -> Config {
+    Config {
+        mtp: true,
+        ..config.clone()
+    }
+}
+
 /// The dense tensors, read as bf16.
 pub struct Dense {
     shards: Shards,
@@ -63,9 +72,12 @@ pub struct Dense {
 
 impl Dense {
     /// Opens `dense.safetensors` in `dir`, or the shards of a container.
-    pub fn open(dir: &Path) -> Result<Self, ModelError> {
+    pub fn open(dir: &Path, config: &Config) -> Result<Self, ModelError> {
         let shards = if looks_like_container(dir) {
-            Shards::container(dir)?
+            let mut shards = Shards::container(dir)?;
+            let all = inventory(&with_drafts(config)).into_iter();
+            shards.settle(all.filter_map(|(name, shape)| Some((name, shape.try_into().ok()?))));
+            shards
         } else {
             Shards::one(&dir.join(DENSE_FILE), CONVERT)?
         };
@@ -203,7 +215,18 @@ impl RawExperts {
         let path: PathBuf = dir.join(EXPERTS_FILE);
         let container = !path.exists() && looks_like_container(dir);
         let shards = if container {
-            Shards::container(dir)?
+            let mut shards = Shards::container(dir)?;
+            let shape = config.expert_shape(ScaleKind::Row);
+            let all = with_drafts(config);
+            let matrix = |l, e, kind| {
+                let (rows, cols) = shape.dims(kind);
+                (expert_tensor(l, e, kind), [rows, cols])
+            };
+            shards.settle(all.sparse_layers().flat_map(|l| {
+                let experts = 0..config.router.experts;
+                experts.flat_map(move |e| MatrixKind::ALL.map(|kind| matrix(l, e, kind)))
+            }));
+            shards
         } else {
             Shards::one(&path, CONVERT)?
         };

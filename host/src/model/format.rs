@@ -5,6 +5,7 @@
 //! matrix has `NAME_scale_inv`. The byte counts are those of colibri's `docs/FORMATS.md`.
 
 use std::borrow::Cow;
+use std::cmp::Reverse;
 use std::fmt;
 
 use super::tensors::{f32s, u16s};
@@ -12,7 +13,7 @@ use super::tensors::{f32s, u16s};
 /// Rows and columns of a block of fp8 weights that share a scale.
 pub const FP8_BLOCK: usize = 128;
 
-/// Columns that a scale may stand for in grouped int4, finest first: what fits first is taken.
+/// Columns that a scale may stand for in grouped int4, finest first.
 const GROUPS: [usize; 8] = [16, 32, 48, 64, 96, 128, 192, 256];
 
 /// How a matrix's weights are stored.
@@ -96,8 +97,26 @@ impl Fit {
     }
 }
 
+/// Columns of a group that the counts of a grouped int4 matrix fit, finest first. Of matrices whose columns
+/// no group divides, and of few columns, they may be several.
+pub fn groups(rows: usize, cols: usize, bytes: usize, scales: usize) -> Vec<usize> {
+    if bytes != rows * cols.div_ceil(2) || scales == rows {
+        return Vec::new();
+    }
+    let fits = |g: &usize| *g < cols && rows.checked_mul(cols.div_ceil(*g)) == Some(scales);
+    GROUPS.into_iter().filter(fits).collect()
+}
+
+/// Of sizes of groups that fit the likeliest: the one that `divides` most matrices' columns, then a power of
+/// two, then the finest.
+pub fn likeliest(sizes: &[usize], divides: impl Fn(usize) -> usize) -> Option<usize> {
+    let key = |g: &usize| (divides(*g), g.is_power_of_two(), Reverse(*g));
+    sizes.iter().copied().max_by_key(key)
+}
+
 /// Tells the format of a quantised `[rows, cols]` matrix of `bytes` bytes and `scales` scales.
 ///
+/// Where several sizes of groups fit, it is `group` if that is one of them, else the likeliest.
 /// Where counts fit several, `stamp` (a name from the container's `colibri.fmt`) decides; without
 /// one it is int8-row against fp8, and e8 against fp8 is refused. A stamp that the counts do not
 /// fit is refused.
@@ -107,6 +126,7 @@ pub fn tell(
     bytes: usize,
     scales: usize,
     stamp: Option<&str>,
+    group: Option<usize>,
 ) -> Result<Format, NoFormat> {
     let blocks = rows.div_ceil(FP8_BLOCK) * cols.div_ceil(FP8_BLOCK);
     let mut fits = Vec::new();
@@ -119,13 +139,13 @@ pub fn tell(
         }
     }
     if bytes == rows * cols.div_ceil(2) {
-        let group = if scales == rows {
-            Some(cols)
-        } else {
-            let fits = |g: &usize| *g < cols && rows.checked_mul(cols.div_ceil(*g)) == Some(scales);
-            GROUPS.into_iter().find(fits)
+        let sizes = groups(rows, cols, bytes, scales);
+        let size = match group.filter(|g| sizes.contains(g)) {
+            Some(group) => Some(group),
+            None if scales == rows => Some(cols),
+            None => likeliest(&sizes, |g| usize::from(cols.is_multiple_of(g))),
         };
-        fits.extend(group.map(|group| Fit::Read(Format::Int4 { group })));
+        fits.extend(size.map(|group| Fit::Read(Format::Int4 { group })));
     }
     if bytes == rows * cols.div_ceil(4) && scales == rows {
         fits.push(Fit::Unread("int2-row"));
@@ -303,7 +323,7 @@ mod tests {
 
     #[test]
     fn counts_tell_formats() {
-        let t = |bytes, scales, stamp| tell(256, 512, bytes, scales, stamp);
+        let t = |bytes, scales, stamp| tell(256, 512, bytes, scales, stamp, None);
         let n = 256 * 512;
         assert_eq!(t(n, 256, None), Ok(Format::Int8Row));
         assert_eq!(t(n, 8, None), Ok(Format::Fp8Block));
@@ -332,18 +352,31 @@ mod tests {
     #[test]
     fn collisions_go_to_the_stamp() {
         // One scale a row and one a block of 128 x 128 are as many.
-        let t = |stamp| tell(2, 256, 512, 2, stamp);
+        let t = |stamp| tell(2, 256, 512, 2, stamp, None);
         assert_eq!(t(None), Ok(Format::Int8Row));
         assert_eq!(t(Some("int8-row")), Ok(Format::Int8Row));
         assert_eq!(t(Some("fp8-e4m3-b128")), Ok(Format::Fp8Block));
-        let t = |stamp| tell(7, 98, 7 * 98, 1, stamp);
+        let t = |stamp| tell(7, 98, 7 * 98, 1, stamp, None);
         let e = t(None).unwrap_err().to_string();
         assert!(e.contains("a stamp in colibri.fmt that decides"), "{e}");
         assert_eq!(t(Some("fp8-e4m3-b128")), Ok(Format::Fp8Block));
         assert!(t(Some("e8-iq3-lattice")).is_err());
         // A group as wide as the row is a row.
-        let row = tell(8, 64, 256, 8, Some("int4-grouped"));
+        let row = tell(8, 64, 256, 8, Some("int4-grouped"), None);
         assert_eq!(row, Ok(Format::Int4 { group: 64 }));
+    }
+
+    #[test]
+    fn several_sizes_of_groups_may_fit() {
+        // Three scales for 136 columns: groups of 48 or of 64.
+        assert_eq!(groups(2, 136, 136, 6), [48, 64]);
+        let t = |cols: usize, each: usize, group| tell(2, cols, cols, 2 * each, None, group);
+        assert_eq!(t(136, 3, Some(64)), Ok(Format::Int4 { group: 64 }));
+        assert_eq!(t(136, 3, Some(48)), Ok(Format::Int4 { group: 48 }));
+        assert_eq!(t(136, 3, None), Ok(Format::Int4 { group: 64 }));
+        assert_eq!(t(192, 2, None), Ok(Format::Int4 { group: 96 }));
+        assert_eq!(t(128, 2, Some(256)), Ok(Format::Int4 { group: 64 }));
+        assert_eq!(t(192, 1, Some(64)), Ok(Format::Int4 { group: 192 }));
     }
 
     #[test]

@@ -58,7 +58,7 @@ pub fn mark(config: &Config) -> Option<String> {
 /// Whether the dense part in `dir` has the layer.
 pub fn is_in(dir: &Path, config: &Config) -> Result<bool, ModelError> {
     Ok(match mark(config) {
-        Some(name) => Dense::open(dir)?.has(&name),
+        Some(name) => Dense::open(dir, config)?.has(&name),
         None => false,
     })
 }
@@ -79,7 +79,7 @@ pub fn want(dir: &Path, config: &mut Config) -> Result<(), ModelError> {
     let Some(name) = mark(config) else {
         return Err(missing("none"));
     };
-    if !Dense::open(dir)?.has(&name) {
+    if !Dense::open(dir, config)?.has(&name) {
         return Err(missing(&format!(
             "a layer that is not in the files ({name})"
         )));

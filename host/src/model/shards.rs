@@ -1,15 +1,16 @@
 //! The safetensors files of a model as one set of tensors.
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
 
 use safetensors::tensor::Dtype;
 use serde_json::Value;
 
 use super::directory::{DENSE_FILE, EXPERTS_FILE};
 use super::error::ModelError;
-use super::format::{FP8_BLOCK, Format, Weight, tell};
+use super::format::{FP8_BLOCK, Format, Weight, groups, likeliest, tell};
 use super::tensors::{Tensor, TensorFile, f32s, u16s};
 use crate::files;
 
@@ -23,11 +24,16 @@ const FP8_SCALES: &str = "_scale_inv";
 /// Key of a container's stamps: JSON, from a tensor's name to its format.
 const STAMPS_KEY: &str = "colibri.fmt";
 
+/// Doubts that were told.
+static SAID: Mutex<BTreeSet<String>> = Mutex::new(BTreeSet::new());
+
 /// Tensors of one or more files, each name once.
 pub struct Shards {
     files: Vec<TensorFile>,
     index: HashMap<String, usize>,
     stamps: HashMap<String, String>,
+    /// Columns of a group, where all grouped matrices may have the same.
+    group: Option<usize>,
     /// For messages about what is in none of the files.
     source: PathBuf,
     remedy: String,
@@ -131,9 +137,58 @@ impl Shards {
             files,
             index,
             stamps,
+            group: None,
             source: source.into(),
             remedy: remedy.into(),
         })
+    }
+
+    /// Settles the size of groups: the one that all of these matrices may have, of several the likeliest. That
+    /// others fit too is said, once.
+    pub fn settle(&mut self, matrices: impl Iterator<Item = (String, [usize; 2])>) {
+        let mut common: Option<Vec<usize>> = None;
+        let mut divided: HashMap<usize, usize> = HashMap::new();
+        let mut doubted = None;
+        for (name, [rows, cols]) in matrices {
+            let Some(tensor) = self.get(&name) else {
+                break; // refused when it is read, unless it is the layer's that drafts, the last
+            };
+            let Some(scales) = self.get(&format!("{name}{SCALES}")) else {
+                continue;
+            };
+            let fit = groups(rows, cols, tensor.bytes.len(), scales.bytes.len() / 4);
+            for group in fit.iter().filter(|g| cols.is_multiple_of(**g)) {
+                *divided.entry(*group).or_default() += 1;
+            }
+            if fit.len() > 1 && doubted.is_none() {
+                doubted = Some((name, fit.clone()));
+            }
+            match &mut common {
+                _ if fit.is_empty() => (),
+                None => common = Some(fit),
+                Some(common) => common.retain(|g| fit.contains(g)),
+            }
+        }
+        let common = common.unwrap_or_default();
+        let divides = |g: usize| divided.get(&g).copied().unwrap_or(0);
+        self.group = likeliest(&common, divides);
+        if let Some((name, fit)) = doubted.filter(|_| common.len() != 1) {
+            let others = match self.group {
+                Some(group) => format!("groups of {group} columns are taken, where"),
+                None => "other matrices have other groups, and here".into(),
+            };
+            let message = format!(
+                "{}: {name}: {others} {fit:?} fit its scales",
+                self.source.display()
+            );
+            if SAID
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner)
+                .insert(message.clone())
+            {
+                tracing::warn!("{message}");
+            }
+        }
     }
 
     /// The files.
@@ -281,8 +336,15 @@ impl Shards {
         }
         let scales = f32s(scales.bytes);
         let stamp = self.stamps.get(name).map(String::as_str);
-        let format = tell(rows, cols, tensor.bytes.len(), scales.len(), stamp)
-            .map_err(|e| self.wrong(name, e.expected, e.found))?;
+        let format = tell(
+            rows,
+            cols,
+            tensor.bytes.len(),
+            scales.len(),
+            stamp,
+            self.group,
+        )
+        .map_err(|e| self.wrong(name, e.expected, e.found))?;
         Ok(Weight {
             format,
             rows,

@@ -210,7 +210,7 @@ impl Source {
 /// Bytes that are loaded when a model has each of its layers, embedding and head being loaded with
 /// the first.
 pub fn bytes_to_load(dir: &Path, config: &Config, source: &Source) -> Result<Vec<u64>, ModelError> {
-    let dense = Dense::open(dir)?;
+    let dense = Dense::open(dir, config)?;
     let mut bytes = vec![0; config.all_layers().count()];
     for (name, shape) in inventory(config) {
         let layer = name.strip_prefix("model.layers.");
@@ -255,7 +255,7 @@ pub fn check_archive(archive: &Archive, dir: &Path, config: &Config) -> Result<b
             FOREIGN,
         ))
     };
-    let dense = Dense::open(dir)?;
+    let dense = Dense::open(dir, config)?;
     let shape = archive.shape();
     // As the model says its own are; where it does not, any will do here.
     let scales = dense.metadata(EXPERTS_KEY).and_then(ScaleKind::from_name);

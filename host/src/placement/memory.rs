@@ -41,7 +41,7 @@ pub struct DensePart {
 impl DensePart {
     /// Of a model directory.
     pub fn open(dir: &Path, config: &Config) -> Result<Self, ModelError> {
-        let dense = Dense::open(dir)?;
+        let dense = Dense::open(dir, config)?;
         Self::new(config, |name, shape| dense.bytes(name, shape))
     }
 
