@@ -680,6 +680,8 @@ mod tests {
         };
         refused("model_type", "llama".into());
         refused("attention_bias", true.into());
+        refused("rope_interleave", false.into());
+        refused("indexer_rope_interleave", false.into());
         refused("hidden_act", "gelu".into());
         refused("hidden_size", 100.into());
         refused("hidden_size", 0.into());

@@ -13,6 +13,12 @@ use crate::model::error::ModelError;
 pub const TYPE: &str = "glm_moe_dsa";
 
 pub fn config(o: &Object) -> Result<Config, ModelError> {
+    // transformers does not look at them, and turns neighbours.
+    for flag in ["rope_interleave", "indexer_rope_interleave"] {
+        if !o.flag(flag, true)? {
+            return Err(o.unsupported(flag, "true", "false"));
+        }
+    }
     let index = Index {
         heads: o.size("index_n_heads")?,
         dim: o.size("index_head_dim")?,
