@@ -439,6 +439,45 @@ fn what_hot_names_is_something() {
     }
 }
 
+/// A disk that is full half-way: what is there stays, and the error says how to go on.
+#[test]
+#[cfg(target_os = "linux")]
+fn a_full_disk_is_gone_on_with() {
+    let dir = tempfile::tempdir().unwrap();
+    let (whole, file) = (dir.path().join("a.ansx"), dir.path().join("b.ansx"));
+    let bytes = packed(&whole).len();
+    let pack = |blocks: usize| {
+        // In the place of a disk: the size that a file may have, in units of 512 bytes.
+        let limited = format!("trap '' XFSZ; ulimit -f {blocks}; exec \"$0\" \"$@\"");
+        let mut command = Command::new("sh");
+        command.args([
+            "-c",
+            &limited,
+            env!("CARGO_BIN_EXE_host"),
+            "pack",
+            "--resume",
+        ]);
+        command.arg("-m").arg(model()).arg("-o").arg(&file);
+        command.env("RAYON_NUM_THREADS", "1");
+        command
+    };
+    // Of 64 experts 32 come first.
+    fails(
+        pack(bytes / 4 / 512),
+        "choose a place that can be written and has the space",
+    );
+    assert_eq!(fs::read_dir(&dir).unwrap().count(), 1);
+    fails(
+        pack(bytes * 3 / 4 / 512),
+        "the same command with --resume goes on",
+    );
+    pack(bytes)
+        .assert()
+        .success()
+        .stderr(contains("32 of them kept"));
+    assert!(fs::read(&file).unwrap() == fs::read(&whole).unwrap());
+}
+
 /// Where tables were made for matrices that then did not shrink enough, the summary says so.
 #[test]
 fn tables_without_users_are_said() {

@@ -231,6 +231,9 @@ pub(super) const UNREADABLE: &str = "give an archive that `host pack` made";
 /// The remedy for an archive that cannot be written.
 pub(super) const UNWRITABLE: &str =
     "choose a place that can be written and has the space (-o FILE)";
+/// The same where some of its experts are written.
+pub(super) const UNFINISHED: &str =
+    "make room, and the same command with --resume goes on; or choose another place (-o FILE)";
 /// The remedy for raw experts that cannot be read.
 pub(super) const NO_EXPERTS: &str =
     "it needs a model directory with raw experts, as `host convert` makes it";

@@ -201,7 +201,8 @@ impl Archive {
         // What is cut off is named by the first record that is not whole.
         let len = self.map.len() as u64;
         let n = self.layers.len() * self.experts();
-        let mut first = Vec::with_capacity(n);
+        // Not with room for all: a file of holes may have more than memory.
+        let mut first = Vec::new();
         let mut known = HashMap::new();
         for i in 0..n {
             let (layer, expert) = self.place(i);

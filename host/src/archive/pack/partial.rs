@@ -8,10 +8,13 @@ use std::fs::{File, OpenOptions, TryLockError};
 use std::io::{Read, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 
-use crate::archive::error::{ArchiveError, Kept, UNWRITABLE};
-use crate::archive::format::{ALIGN, HEADER, INDEX, MATRIX, u64_at};
+use crate::archive::error::{ArchiveError, Kept, UNFINISHED, UNWRITABLE};
+use crate::archive::format::{self, ALIGN, HEADER, INDEX, MATRIX, u64_at};
 
 const MAGIC: [u8; 8] = *b"ANSXPART";
+
+/// Bytes of magic and key.
+const KEYED: usize = 40;
 
 /// The file, locked.
 pub struct Partial {
@@ -87,15 +90,25 @@ impl Partial {
 
     /// The key of a file that was found must be this one; a new file gets it.
     pub fn key(&mut self, key: [u8; 32]) -> Result<(), ArchiveError> {
-        let mut head = [0; 40];
+        let mut head = [0; KEYED];
         head[..8].copy_from_slice(&MAGIC);
         head[8..].copy_from_slice(&key);
         if self.found {
-            let mut there = [0; 40];
+            let mut there = [0; KEYED];
             let read =
                 (self.file.seek(SeekFrom::Start(0))).and_then(|_| self.file.read_exact(&mut there));
             if read.is_ok() && there == head {
                 return Ok(());
+            }
+            if read.is_ok() && there.starts_with(&format::MAGIC) {
+                // Stopped just before it got its name: what it was packed with is no longer known.
+                tracing::warn!(
+                    "{}: whole, and not named; beginning anew",
+                    self.path.display()
+                );
+                self.found = false;
+                self.file.set_len(0).map_err(self.io("empty"))?;
+                return self.write(0, &head);
             }
             // Stopped before its first record.
             if self.file.metadata().map_err(self.io("read"))?.len() > HEADER as u64 {
@@ -184,7 +197,10 @@ impl Partial {
 
     /// Writes what comes before the records and gives the file its name.
     pub fn finish(&mut self, front: &[u8]) -> Result<(), ArchiveError> {
-        self.write(0, front)?;
+        // To flush all records takes long; the key stays meanwhile, so that `--resume` finds them.
+        self.write(KEYED as u64, &front[KEYED..])?;
+        self.file.sync_all().map_err(self.io("flush"))?;
+        self.write(0, &front[..KEYED])?;
         self.file.sync_all().map_err(self.io("flush"))?;
         std::fs::rename(&self.path, &self.out)
             .map_err(|e| ArchiveError::io(&self.out, "rename to", e, UNWRITABLE))?;
@@ -214,6 +230,12 @@ impl Partial {
                     of,
                 }),
             },
+            ArchiveError::Io {
+                path,
+                action,
+                source,
+                remedy: UNWRITABLE,
+            } if self.records > 0 => ArchiveError::io(&path, action, source, UNFINISHED),
             other => other,
         }
     }
