@@ -3,14 +3,15 @@
 mod archives;
 
 use std::path::Path;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use gpu::layout::Symbol;
 use host::archive::{
-    Archive, ArchiveError, ClassSummary, CodecChoice, HotSet, PackOptions, Phase, SymbolChoice,
-    pack, partial_path, verify,
+    Archive, ArchiveError, ClassSummary, CodecChoice, ExpertSource, HotSet, PackOptions, Phase,
+    SymbolChoice, pack, partial_path, verify,
 };
 use host::codec::{Arm, Codec, ScaleFormat};
-use host::expert::{MatrixKind, ScaleKind};
+use host::expert::{ExpertShape, MatrixKind, RawMatrix, ScaleKind};
 
 use archives::*;
 
@@ -93,6 +94,112 @@ fn equal_experts_share_records() {
             assert_eq!(other.records(), 12);
         }
     }
+}
+
+/// A source that takes its time, and how many ask it at once.
+struct Slow {
+    source: Memory,
+    asking: AtomicUsize,
+    most: AtomicUsize,
+}
+
+impl ExpertSource for Slow {
+    fn shape(&self) -> &ExpertShape {
+        self.source.shape()
+    }
+
+    fn layers(&self) -> &[u32] {
+        self.source.layers()
+    }
+
+    fn experts(&self) -> usize {
+        self.source.experts()
+    }
+
+    fn expert(&self, layer: u32, expert: usize) -> Result<[RawMatrix<'_>; 3], ArchiveError> {
+        let asking = self.asking.fetch_add(1, Ordering::SeqCst) + 1;
+        self.most.fetch_max(asking, Ordering::SeqCst);
+        std::thread::sleep(std::time::Duration::from_millis(5));
+        self.asking.fetch_sub(1, Ordering::SeqCst);
+        self.source.expert(layer, expert)
+    }
+}
+
+/// Experts that share the one record are compared with a model's by all processors, and the first that
+/// differs is named.
+#[test]
+fn experts_of_one_record_are_compared_at_once() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("a.ansx");
+    let shape = shape(128, 64, ScaleKind::Row);
+    let source = Memory::gaussian(shape, &[1, 4], 40, true).repeated(1);
+    pack(&source, &PackOptions::default(), &path, |_| (), || false).unwrap();
+    let archive = Archive::open(&path).unwrap();
+    let mut slow = Slow {
+        source,
+        asking: AtomicUsize::new(0),
+        most: AtomicUsize::new(0),
+    };
+    let seen = AtomicUsize::new(0);
+    let count = |n| {
+        seen.fetch_add(n as usize, Ordering::SeqCst);
+    };
+    let threads = rayon::ThreadPoolBuilder::new().num_threads(4);
+    let threads = threads.build().unwrap();
+    let v = threads.install(|| verify(&archive, Some(&slow), count));
+    assert!(v.unwrap().compared);
+    assert_eq!(seen.into_inner(), 80);
+    let most = slow.most.load(Ordering::SeqCst);
+    assert!((2..=4).contains(&most), "{most} at once");
+    for e in [57, 79, 41] {
+        slow.source.experts[e][1].scales.to_mut()[3] *= 2.0;
+    }
+    for _ in 0..5 {
+        let e = threads.install(|| verify(&archive, Some(&slow), |_| ()));
+        let e = e.unwrap_err().to_string();
+        assert!(e.contains("layer 4, expert 1"), "{e}");
+    }
+}
+
+/// A file of holes whose header promises 69 billion experts: refused at its first entry, with no room made
+/// for what would come behind it.
+#[test]
+fn a_file_of_holes_takes_no_memory() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("a.ansx");
+    let shape = shape(128, 64, ScaleKind::Row);
+    let source = Memory::gaussian(shape, &[1], 2, true);
+    pack(&source, &PackOptions::default(), &path, |_| (), || false).unwrap();
+    let mut b = std::fs::read(&path).unwrap();
+    b.truncate(HEADER);
+    let (layers, experts) = (16u32, u32::MAX);
+    let align = 1u64 << b[33];
+    let index = (HEADER + 16 * layers as usize) as u64;
+    let records = index + (INDEX as u64) * u64::from(layers) * u64::from(experts);
+    let records = records.next_multiple_of(align);
+    b[36..40].copy_from_slice(&layers.to_le_bytes());
+    b[40..44].copy_from_slice(&experts.to_le_bytes());
+    b[44..48].fill(0);
+    for (at, n) in [
+        (16, records + (1 << 20)),
+        (56, HEADER as u64),
+        (64, index),
+        (72, records),
+    ] {
+        b[at..at + 8].copy_from_slice(&n.to_le_bytes());
+    }
+    for layer in 0..layers {
+        b.extend(layer.to_le_bytes());
+        b.extend([0xff, 0xff, 0xff, 0xff, 0, 0, 0, 0, 0, 0, 0, 0]);
+    }
+    std::fs::write(&path, &b).unwrap();
+    let file = std::fs::File::options().write(true).open(&path).unwrap();
+    if let Err(e) = file.set_len(records + (1 << 20)) {
+        eprintln!("skipped: the file system has no files of 3 TB: {e}");
+        return;
+    }
+    let e = Archive::open(&path).unwrap_err().to_string();
+    assert!(e.contains("index of layer 0, expert 0: offset"), "{e}");
 }
 
 /// Experts in plane3, rANS and raw in one archive.
@@ -500,7 +607,6 @@ fn packing_is_deterministic_and_leaves_nothing_behind() {
 
 /// Packs, stopping once `coded` experts have been; the error.
 fn interrupted(source: &Memory, o: &PackOptions, path: &Path, coded: usize) -> String {
-    use std::sync::atomic::{AtomicUsize, Ordering};
     let done = AtomicUsize::new(0);
     let count = |step: host::archive::Step| {
         done.fetch_add(usize::from(step.phase == Phase::Code), Ordering::Relaxed);
@@ -575,6 +681,17 @@ fn interrupt_and_go_on() {
         std::fs::write(&partial, &bad).unwrap();
         let s = pack(&source, &o, &b, |_| (), || false).unwrap();
         assert!(s.kept <= 64 && std::fs::read(&b).unwrap() == whole);
+    }
+
+    // Stopped while all of it was flushed, and just before it got its name.
+    let mut flushed = whole.clone();
+    flushed[..40].copy_from_slice(&half[..40]);
+    for (left, kept) in [(&flushed, 120), (&whole, 0)] {
+        std::fs::write(&partial, left).unwrap();
+        std::fs::remove_file(&b).unwrap();
+        let s = pack(&source, &o, &b, |_| (), || false).unwrap();
+        assert_eq!(s.kept, kept);
+        assert!(std::fs::read(&b).unwrap() == whole && !partial.exists());
     }
 
     // Other experts, other options.

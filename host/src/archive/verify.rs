@@ -4,6 +4,7 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
 
+use rayon::prelude::*;
 use serde::Serialize;
 
 use crate::codec::Arm;
@@ -77,21 +78,32 @@ fn deep<S: ExpertSource>(
     each_record(archive, place, |block, users, bytes| {
         let (layer, expert) = archive.place(users[0].1 as usize);
         let record = archive.padded(layer, expert, bytes, checksum)?;
-        for (n, (_, i)) in users.iter().enumerate() {
+        let check = |block: &mut Vec<u8>, i: u32| {
             going()?;
-            let (layer, expert) = archive.place(*i as usize);
-            // A shared record is checked once, but compared with every expert that has it.
-            if n == 0 || model.is_some() {
-                let record = Record {
-                    layer,
-                    expert,
-                    ..record.clone()
-                };
-                check_raw(&record, model, block)?;
-            }
+            let (layer, expert) = archive.place(i as usize);
+            let record = Record {
+                layer,
+                expert,
+                ..record.clone()
+            };
+            check_raw(&record, model, block)?;
             progress(1);
+            Ok(())
+        };
+        let [(_, first), others @ ..] = users else {
+            return Ok(());
+        };
+        check(block, *first)?;
+        // A shared record is checked once, but compared with every expert that has it.
+        if model.is_none() {
+            progress(others.len() as u64);
+            return Ok(());
         }
-        Ok(())
+        // All processors, since there may be no other record; the first that differs is told of.
+        (others.par_iter())
+            .map_init(Vec::new, |block, (_, i)| check(block, *i))
+            .find_first(Result::is_err)
+            .unwrap_or(Ok(()))
     })?;
     Ok(verified(archive, model.is_some()))
 }
