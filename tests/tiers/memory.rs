@@ -273,7 +273,7 @@ fn one_of_two_devices_is_refused_on_cuda() {
     };
     let set = OnCuda::new();
     // Beside the dense part not for all experts.
-    let open = || set.open(&[0, 1], 1_900 << 20);
+    let open = || set.open(&[0, 1], 2_100 << 20);
     let ids = &set.ids;
     let free = || [&first, &second].map(|d| d.free_bytes().unwrap());
     let before = free();

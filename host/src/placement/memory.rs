@@ -2,6 +2,8 @@
 
 use std::path::Path;
 
+use gpu::layout::Folds;
+
 use crate::backend::KvFormat;
 use crate::backend::kernels::plan;
 use crate::model::directory::Dense;
@@ -134,8 +136,33 @@ pub fn activations(config: &Config, positions: usize) -> u64 {
     let partials = 8 * (2 * c.moe_intermediate + c.hidden);
     let experts = t * c.router.top_k * (partials + 3 * c.moe_intermediate);
     let experts = experts.clamp(plan::SCRATCH, plan::EXPERT_SCRATCH);
-    let scratch = (plan::SCRATCH + experts) as u64;
+    // What several tokens' experts are decoded to, gate and up of so many at a time.
+    let decoded = match t {
+        1 => 0,
+        _ => {
+            let each = c.moe_intermediate * c.hidden;
+            let active = (t * c.router.top_k).min(c.router.experts).max(1);
+            each * plan::decoded_at_once(each, active)
+        }
+    };
+    let scratch = (plan::SCRATCH + experts + decoded) as u64;
     4 * (t * a_token + c.vocab) as u64 + scratch
+}
+
+/// Bytes of the rows that experts give where the first device does not add up itself what they make of
+/// their tokens: one for each assignment to the CPU or to experts that take turns in the stage, of which all
+/// may be (`outside`), and for each assignment on each of `others` other devices.
+pub fn given(config: &Config, positions: usize, outside: bool, others: usize) -> u64 {
+    let (hidden, intermediate) = (config.hidden, config.moe_intermediate);
+    let top_k = config.router.top_k;
+    let segs = |cols| Folds::new(cols).map_or(1, |folds| folds.segs());
+    let partials = 2 * segs(hidden) * intermediate + segs(intermediate) * hidden;
+    let tokens = config.batch.min(positions).max(1);
+    let tokens = plan::experts_at_once(tokens, top_k, (hidden, intermediate), partials);
+    match usize::from(outside) + others {
+        0 => 0,
+        n => allocation((4 * n * tokens * top_k * hidden) as u64),
+    }
 }
 
 /// All that a model takes beside its routed experts.
@@ -182,7 +209,11 @@ mod tests {
             (bytes..bytes + bytes / 8).contains(&taken),
             "{taken} {bytes}"
         );
-        assert!(gb(activations(&config, 8192)) < 1.0);
+        // Rows of 512 tokens 0.3, partial sums 0.5, 42 decoded experts 0.5.
+        let taken = gb(activations(&config, 8192));
+        assert!((1.3..1.6).contains(&taken), "{taken}");
+        // Of one token nothing is decoded.
+        assert!(gb(activations(&config, 1)) < 0.3);
         // Rows of half the bytes, keys of the same.
         let narrow = Config {
             kv: KvFormat::Bf16,

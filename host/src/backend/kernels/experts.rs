@@ -135,11 +135,9 @@ impl<M: DeviceMemory> Experts<M> {
     /// Tokens whose scratch is not too large.
     fn at_once(&self, tokens: usize, top_k: usize) -> usize {
         let [gate_up, down] = &self.classes;
-        let (hidden, intermediate) = (self.shape.hidden, self.shape.intermediate);
-        let a_slot =
-            4 * (gate_up.partials(self.form) + down.partials(self.form)) + 3 * intermediate + 64;
-        let a_token = top_k * a_slot + 3 * hidden;
-        plan::tokens_within(plan::EXPERT_SCRATCH, tokens, a_token)
+        let partials = gate_up.partials(self.form) + down.partials(self.form);
+        let sizes = (self.shape.hidden, self.shape.intermediate);
+        plan::experts_at_once(tokens, top_k, sizes, partials)
     }
 }
 

@@ -22,6 +22,11 @@ pub struct Faults {
     pub granule: usize,
     /// The number, from 1, of the copy beside the stream that fails.
     pub failing_copy: Option<u64>,
+    /// The number, from 1, of the allocation that is refused, those of device and of host memory counted
+    /// together.
+    pub failing_allocation: Option<u64>,
+    /// The number, from 1, of the call from which on all fail, as those of a device that is lost do.
+    pub lost: Option<u64>,
     /// Whether devices cannot use each other's memory.
     pub apart: bool,
     /// Time that a copy beside the stream takes for each MiB.
@@ -35,6 +40,8 @@ pub struct Done {
     pub allocated: AtomicUsize,
     /// Most bytes allocated at a time.
     pub peak: AtomicUsize,
+    /// Most bytes of one allocation.
+    pub largest: AtomicUsize,
     /// Bytes of host memory pinned now.
     pub pinned: AtomicUsize,
     /// Copies beside the stream.
@@ -43,6 +50,10 @@ pub struct Done {
     pub copied: AtomicU64,
     /// Bytes copied from other devices.
     pub across: AtomicU64,
+    /// Allocations of device and of host memory.
+    pub allocations: AtomicU64,
+    /// Calls of any kind.
+    pub calls: AtomicU64,
 }
 
 /// See the module.
@@ -75,6 +86,29 @@ impl<D> MockDevice<D> {
             Ok(_) => Ok(()),
             Err(now) => Err(limit - now),
         }
+    }
+}
+
+impl<D: Device> MockDevice<D> {
+    /// Counts a call, which fails where the device is lost.
+    fn call(&self, call: &str) -> Result<(), DeviceError> {
+        let number = self.done.calls.fetch_add(1, Relaxed) + 1;
+        match self.faults.lost {
+            Some(lost) if number >= lost => Err(DeviceError::Driver {
+                device: self.describe(),
+                call: call.into(),
+                code: 719,
+                name: "INJECTED".into(),
+                what: "a device that was to be lost".into(),
+            }),
+            _ => Ok(()),
+        }
+    }
+
+    /// Counts an allocation; whether it is the one that is refused.
+    fn refused(&self) -> bool {
+        let number = self.done.allocations.fetch_add(1, Relaxed) + 1;
+        self.faults.failing_allocation == Some(number)
     }
 }
 
@@ -147,14 +181,19 @@ impl<D: Device> Device for MockDevice<D> {
 
     fn allocate(&self, bytes: usize) -> Result<Self::Memory, DeviceError> {
         let taken = bytes.next_multiple_of(self.faults.granule.max(1));
+        self.call("allocate")?;
         let done = &self.done;
-        self.take(&done.allocated, self.faults.memory, taken)
-            .map_err(|free| DeviceError::OutOfMemory {
-                device: self.describe(),
-                requested: bytes as u64,
-                free: free as u64,
-            })?;
+        let room = match self.refused() {
+            true => Err(0),
+            false => self.take(&done.allocated, self.faults.memory, taken),
+        };
+        room.map_err(|free| DeviceError::OutOfMemory {
+            device: self.describe(),
+            requested: bytes as u64,
+            free: free as u64,
+        })?;
         done.peak.fetch_max(done.allocated.load(Relaxed), Relaxed);
+        done.largest.fetch_max(bytes, Relaxed);
         Ok(MockMemory {
             inner: self.inner.allocate(bytes)?,
             taken,
@@ -169,10 +208,12 @@ impl<D: Device> Device for MockDevice<D> {
         bytes: usize,
         value: u8,
     ) -> Result<(), DeviceError> {
+        self.call("fill")?;
         self.inner.fill(&memory.inner, offset, bytes, value)
     }
 
     fn upload(&self, memory: &Self::Memory, offset: usize, data: &[u8]) -> Result<(), DeviceError> {
+        self.call("upload")?;
         self.inner.upload(&memory.inner, offset, data)
     }
 
@@ -182,6 +223,7 @@ impl<D: Device> Device for MockDevice<D> {
         (to, offset): (&Self::Memory, usize),
         bytes: usize,
     ) -> Result<(), DeviceError> {
+        self.call("copy")?;
         let (from, to) = ((&from.inner, start), (&to.inner, offset));
         self.inner.copy(from, to, bytes)
     }
@@ -192,6 +234,7 @@ impl<D: Device> Device for MockDevice<D> {
         offset: usize,
         out: &mut [u8],
     ) -> Result<(), DeviceError> {
+        self.call("download")?;
         self.inner.download(&memory.inner, offset, out)
     }
 
@@ -199,11 +242,15 @@ impl<D: Device> Device for MockDevice<D> {
         &self,
         bytes: usize,
     ) -> Result<<Self::Memory as DeviceMemory>::Host, DeviceError> {
-        self.take(&self.done.pinned, self.faults.host, bytes)
-            .map_err(|_| DeviceError::HostMemory {
-                device: self.describe(),
-                requested: bytes as u64,
-            })?;
+        self.call("allocate_host")?;
+        let room = match self.refused() {
+            true => Err(0),
+            false => self.take(&self.done.pinned, self.faults.host, bytes),
+        };
+        room.map_err(|_| DeviceError::HostMemory {
+            device: self.describe(),
+            requested: bytes as u64,
+        })?;
         Ok(MockHost {
             inner: self.inner.allocate_host(bytes)?,
             taken: bytes,
@@ -212,6 +259,7 @@ impl<D: Device> Device for MockDevice<D> {
     }
 
     fn fork(&self) -> Result<(), DeviceError> {
+        self.call("fork")?;
         self.inner.fork()
     }
 
@@ -222,6 +270,7 @@ impl<D: Device> Device for MockDevice<D> {
         host: &<Self::Memory as DeviceMemory>::Host,
         bytes: Range<usize>,
     ) -> Result<(), DeviceError> {
+        self.call("copy_beside")?;
         let number = self.done.copies.fetch_add(1, Relaxed) + 1;
         if self.faults.failing_copy == Some(number) {
             return Err(DeviceError::Driver {
@@ -246,15 +295,18 @@ impl<D: Device> Device for MockDevice<D> {
     }
 
     fn join(&self) -> Result<(), DeviceError> {
+        self.call("join")?;
         self.inner.join()
     }
 
     unsafe fn launch<K: KernelFn>(&self, launch: Launch, args: K::Args) -> Result<(), DeviceError> {
+        self.call("launch")?;
         // SAFETY: passed on to the caller; addresses are those of the inner device.
         unsafe { self.inner.launch::<K>(launch, args) }
     }
 
     fn event(&self) -> Result<Self::Event, DeviceError> {
+        self.call("event")?;
         self.inner.event()
     }
 
@@ -263,6 +315,7 @@ impl<D: Device> Device for MockDevice<D> {
     }
 
     fn synchronize(&self) -> Result<(), DeviceError> {
+        self.call("synchronize")?;
         self.inner.synchronize()
     }
 
@@ -272,6 +325,7 @@ impl<D: Device> Device for MockDevice<D> {
         offset: usize,
         value: u32,
     ) -> Result<(), DeviceError> {
+        self.call("set_word")?;
         self.inner.set_word(&memory.inner, offset, value)
     }
 
@@ -280,6 +334,7 @@ impl<D: Device> Device for MockDevice<D> {
     }
 
     fn wait_for(&self, other: &Self) -> Result<(), DeviceError> {
+        self.call("wait_for")?;
         self.inner.wait_for(&other.inner)
     }
 
@@ -290,6 +345,7 @@ impl<D: Device> Device for MockDevice<D> {
         (to, offset): (&Self::Memory, usize),
         bytes: usize,
     ) -> Result<(), DeviceError> {
+        self.call("copy_from")?;
         self.done.across.fetch_add(bytes as u64, Relaxed);
         let (from, to) = ((&from.inner, start), (&to.inner, offset));
         // SAFETY: passed on to the caller.
@@ -307,6 +363,7 @@ impl<D: Device> Device for MockDevice<D> {
     }
 
     unsafe fn replay(&self, recording: &Self::Recording) -> Result<(), DeviceError> {
+        self.call("replay")?;
         // SAFETY: passed on to the caller.
         unsafe { self.inner.replay(recording) }
     }

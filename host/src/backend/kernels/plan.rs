@@ -117,6 +117,27 @@ pub fn tokens_within(scratch: usize, tokens: usize, bytes: usize) -> usize {
     (scratch / bytes.max(1)).clamp(1, 65_535).min(tokens.max(1))
 }
 
+/// Bytes of scratch that experts are decoded to before they are multiplied, at most (but one expert).
+const DECODED: usize = 512 << 20;
+
+/// Of `active` experts how many are decoded at a time, each to `bytes` bytes.
+pub fn decoded_at_once(bytes: usize, active: usize) -> usize {
+    (DECODED / bytes.max(1)).clamp(1, active.max(1))
+}
+
+/// Tokens of one launch over experts of `intermediate x hidden` of which each takes `top_k`, and an assignment
+/// so many words of partial sums.
+pub fn experts_at_once(
+    tokens: usize,
+    top_k: usize,
+    (hidden, intermediate): (usize, usize),
+    partials: usize,
+) -> usize {
+    let a_slot = 4 * partials + 3 * intermediate + 64;
+    let a_token = top_k * a_slot + 3 * hidden;
+    tokens_within(EXPERT_SCRATCH, tokens, a_token)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

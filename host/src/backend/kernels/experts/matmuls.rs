@@ -11,11 +11,9 @@ use crate::backend::kernels::buffer::word;
 use crate::backend::kernels::device::{Device, DeviceMemory};
 use crate::backend::kernels::error::Result;
 use crate::backend::kernels::ops::KernelBackend;
+use crate::backend::kernels::plan;
 use crate::backend::kernels::table::*;
 use crate::expert::{Form, ScaleKind};
-
-/// Bytes of scratch that unfused decoding fills before it multiplies, at most (but one expert).
-const DECODED: usize = 512 << 20;
 
 impl<D: Device> KernelBackend<D> {
     /// Partial sums of a class of the active experts' matrices.
@@ -163,7 +161,7 @@ impl<D: Device> KernelBackend<D> {
         least: u32,
     ) -> Result<()> {
         let words = class.count * class.rows * class.folds.cols / 8;
-        let at_once = (DECODED / (4 * words)).clamp(1, groups.most - groups.begin);
+        let at_once = plan::decoded_at_once(4 * words, groups.most - groups.begin);
         let scratch = self.scratch::<u32>(at_once * words)?;
         for begin in (groups.begin..groups.most).step_by(at_once) {
             let end = (begin + at_once).min(groups.most);
