@@ -818,8 +818,40 @@ fn files_for_later_have_a_directory() {
             .assert()
             .code(1)
             .stdout("")
-            .stderr(contains("its directory does not exist"));
+            .stderr(contains(
+                "cannot be written; give a file in a folder that can be",
+            ));
     }
+}
+
+/// A command line for sh that runs another one with files of so many times 512 bytes at most: in the place
+/// of a full disk.
+#[cfg(target_os = "linux")]
+fn full_at(blocks: usize) -> String {
+    format!("trap '' XFSZ; ulimit -f {blocks}; exec \"$0\" \"$@\"")
+}
+
+/// Of what is written at the end, one that fails takes none of the others with it.
+#[test]
+#[cfg(target_os = "linux")]
+fn files_are_written_one_by_one() {
+    let dir = tempfile::tempdir().unwrap();
+    let at = |name: &str| dir.path().join(name);
+    // Logits are half of that, the trace is more.
+    let mut command = Command::new("sh");
+    command.args(["-c", &full_at(8), env!("CARGO_BIN_EXE_host"), "generate"]);
+    command.args(["--device", "cpu", "-m"]);
+    let ids = vec!["5"; 60].join(",");
+    command.arg(tiny()).args(["--prompt-ids", &ids, "-n", "1"]);
+    for name in ["usage", "trace", "logits"] {
+        command.arg(format!("--{name}")).arg(at(name));
+    }
+    let error = command.assert().code(1).get_output().stderr.clone();
+    let error = String::from_utf8(error).unwrap();
+    let says = ["trace: ", "choose a file that can be written"];
+    assert!(says.iter().all(|text| error.contains(text)), "{error}");
+    assert!(at("usage").exists() && at("logits").exists());
+    assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 2);
 }
 
 /// Counts are not added to another model's.
@@ -871,12 +903,16 @@ fn an_error_behind_text_is_not_on_its_line() {
     use std::io::Read;
     let dir = tempfile::tempdir().unwrap();
     let command = |stdout: std::process::Stdio| {
-        let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_host"));
+        let mut command = std::process::Command::new("sh");
+        command.args(["-c", &full_at(0), env!("CARGO_BIN_EXE_host")]);
         command.args([
             "generate", "--device", "cpu", "-n", "3", "--temp", "0", "-p", "We", "-m",
         ]);
         // The trace, which is written last, cannot be.
-        command.arg(sotu()).arg("--trace").arg(dir.path());
+        command
+            .arg(sotu())
+            .arg("--trace")
+            .arg(dir.path().join("trace"));
         command.stdout(stdout).stderr(std::process::Stdio::piped());
         command.spawn().unwrap().wait_with_output().unwrap()
     };

@@ -187,7 +187,8 @@ fn options(device: Device, speculate: usize) -> Options {
         tier: None,
         form: Form::Fused,
         devices: vec![0],
-        placed: None,
+        request: Default::default(),
+        placed: false,
         positions: 128,
         speculate,
         repin: 0,
@@ -524,7 +525,8 @@ fn tokens_do_not_depend_on_drafts_on_devices() {
         };
         for speculate in [0, 2] {
             let options = Options {
-                placed: Some(placed.clone()),
+                request: placed.clone(),
+                placed: true,
                 ..options(Device::Emulator, speculate)
             };
             same(&run(&dir, &options, &request(0.0, n, speculate)), &plain);

@@ -31,6 +31,8 @@ use serde_json::Value;
 
 #[path = "tiers/decode.rs"]
 mod decode;
+#[path = "tiers/failures.rs"]
+mod failures;
 #[path = "tiers/memory.rs"]
 mod memory;
 #[path = "tiers/repin.rs"]
@@ -538,7 +540,8 @@ fn options() -> Options {
         tier: None,
         form: Form::Fused,
         devices: vec![0],
-        placed: None,
+        request: Request::default(),
+        placed: false,
         positions: 64,
         speculate: 0,
         repin: 0,
@@ -766,6 +769,50 @@ fn generate_takes_budgets_and_records_usage() {
         contains("one place for experts")
             .and(predicate::function(|s: &str| s.lines().count() == 1)),
     );
+}
+
+/// What is said for plans is for those too that nobody asked for by a budget; where there is none, that is said.
+#[test]
+fn plans_without_budgets_take_their_profile() {
+    let dir = tempfile::tempdir().unwrap();
+    let (model, none) = (model(ScaleKind::Row), dir.path().join("none"));
+    request(dir.path(), 0, 0);
+    let rates = dir.path().join("rates.json");
+    let generate = |device: &str, devices: &str| {
+        let mut command = host(&[&"generate", &"-m", &model, &"--prompt-ids", &"256,72,105"]);
+        command.args(["-n", "2", "--temp", "0", "-c", "64", "--device", device]);
+        command.args(["--devices", devices]);
+        command
+    };
+    for option in ["--profile", "--rates"] {
+        let mut command = generate("emulator", "0,0");
+        command.arg("--rates").arg(&rates);
+        let mut command = match option {
+            "--rates" => generate("emulator", "0,0"),
+            _ => command,
+        };
+        command
+            .arg(option)
+            .arg(&none)
+            .assert()
+            .code(1)
+            .stderr(contains("none: No such file"));
+        let said = contains("--profile, --rates and --calibrate are for plans");
+        generate("cpu", "0")
+            .arg(option)
+            .arg(&none)
+            .assert()
+            .success()
+            .stderr(said);
+    }
+    let budget = ["--vram-budget", "900T", "--ram-budget", "800T"];
+    let mut command = generate("emulator", "0");
+    command.args(budget).arg("--rates").arg(&rates);
+    let said = contains("--vram-budget: 900000.00 GB are more than the 1.07 GB that are free");
+    let said = said.and(contains("--ram-budget: 800000.00 GB are more than the "));
+    // No colours, since this is no terminal.
+    let said = said.and(contains("\x1b").not());
+    command.assert().success().stderr(said);
 }
 
 /// A trace gives its run again, whatever the router says, and a model that it is not of is refused;

@@ -126,7 +126,8 @@ fn side(text: &str, args: &DecodeArgs) -> anyhow::Result<Side> {
             tier: None,
             form: Form::Fused,
             devices: args.devices.clone(),
-            placed: None,
+            request: Request::default(),
+            placed: false,
             positions,
             speculate: 0,
             repin: args.repin,
@@ -184,14 +185,14 @@ fn side(text: &str, args: &DecodeArgs) -> anyhow::Result<Side> {
         }
     }
     let several = side.options.devices.len() > 1;
-    if several || request.vram.is_some() || request.ram.is_some() || request.tiers.is_some() {
-        if side.options.tier.take() == Some(expert::Tier::Raw) {
-            request
-                .tiers
-                .get_or_insert(vec![Tier::VramHot, Tier::RamRaw]);
-        }
-        side.options.placed = Some(request);
+    let budgets = request.vram.is_some() || request.ram.is_some() || request.tiers.is_some();
+    if (several || budgets) && side.options.tier.take() == Some(expert::Tier::Raw) {
+        request
+            .tiers
+            .get_or_insert(vec![Tier::VramHot, Tier::RamRaw]);
     }
+    side.options.placed = budgets;
+    side.options.request = request;
     Ok(side)
 }
 

@@ -20,6 +20,7 @@ use crate::model::{BATCH, Config, ModelError};
 use crate::placement::request::read_profile;
 use crate::sample::Sampling;
 use crate::tokenizer::Tokenizer;
+use crate::whole;
 
 /// Which model, on what.
 #[derive(Args)]
@@ -40,11 +41,12 @@ pub struct EngineArgs {
     sequence: SequenceArgs,
     #[command(flatten)]
     budget: BudgetArgs,
-    /// GPUs to spread experts over, by number; one given twice is two of them
+    /// GPUs to spread experts over, by number; one given twice is two of them. Experts outside device memory
+    /// are the fastest one's
     #[arg(long, value_name = "N,...", value_delimiter = ',', default_value = "0")]
     devices: Vec<u32>,
     /// Let at most N experts change places between two tokens, so that those that are chosen now are in
-    /// device memory [N: 1]; tokens stay what they are
+    /// device memory, of several devices that of the first [N: 1]; tokens stay what they are
     #[arg(long, value_name = "N", num_args = 0..=1, default_missing_value = "1", default_value = "0",
           hide_default_value = true, value_parser = moves)]
     repin: usize,
@@ -178,7 +180,8 @@ impl EngineArgs {
             speculate,
             repin: self.repin,
             devices: self.devices.clone(),
-            placed: (self.budget.any()).then(|| self.budget.request(positions)),
+            request: self.budget.request(positions),
+            placed: self.budget.any(),
             positions,
             kv: self.sequence.format(),
             batch: self.sequence.batch,
@@ -190,6 +193,12 @@ impl EngineArgs {
         ui::note!("{}: {}", dir.display(), engine.placement());
         if self.repin > 0 && engine.placement().moved.is_none() {
             ui::note!("--repin: all experts are in one place, and stay there");
+        }
+        if self.budget.asks_of_plan() && engine.placement().predicted_us.is_none() {
+            ui::note!(
+                "--profile, --rates and --calibrate are for plans, and this was placed without one; \
+                 --vram-budget asks for one"
+            );
         }
         if engine.rounded() > 0 {
             ui::note!("{} dense tensors were rounded to bf16", engine.rounded());
@@ -347,17 +356,21 @@ pub fn run(args: GenerateArgs) -> anyhow::Result<()> {
     };
     // What will not do is refused before the model loads.
     let context = request.check(&config)?;
-    if let Some(file) = &args.logits {
-        check_logits(file)?;
-    }
     // What is written at the end can be, as far as can be told now.
-    for file in [&args.usage, &args.trace].into_iter().flatten() {
-        let directory = file.parent().filter(|d| !d.as_os_str().is_empty());
-        anyhow::ensure!(
-            directory.is_none_or(Path::is_dir),
-            "{}: its directory does not exist; choose a file that can be written",
-            file.display()
-        );
+    let files = [
+        ("logits", &args.logits),
+        ("usage", &args.usage),
+        ("trace", &args.trace),
+    ];
+    for (option, file) in files {
+        if let Some(file) = file {
+            whole::check(file).with_context(|| {
+                let file = file.display();
+                format!(
+                    "--{option} {file}: it cannot be written; give a file in a folder that can be"
+                )
+            })?;
+        }
     }
     if let Some(file) = args.usage.as_ref().filter(|f| f.exists()) {
         read_profile(Some(file), &dir, &config)?;
@@ -420,15 +433,20 @@ pub fn run(args: GenerateArgs) -> anyhow::Result<()> {
     {
         failed = emit(stream.finish()).err();
     }
-    if let (Some(file), Some(usage)) = (&args.usage, engine.usage()) {
-        usage.record(file)?;
-    }
-    if let (Some(file), Some(trace)) = (&args.trace, engine.trace()) {
-        trace.write(file)?;
-    }
+    // One that cannot be written after all takes none of the others with it.
+    let usage = match (&args.usage, engine.usage()) {
+        (Some(file), Some(usage)) => usage.record(file),
+        _ => Ok(()),
+    };
+    let trace = match (&args.trace, engine.trace()) {
+        (Some(file), Some(trace)) => trace.write(file),
+        _ => Ok(()),
+    };
     if let Some(file) = &args.logits {
         write_logits(file, &generated, engine.config().vocab)?;
     }
+    usage?;
+    trace?;
     if let Some(e) = failed {
         return Err(e);
     }
@@ -529,29 +547,6 @@ fn timings(request: &Request, generated: &Generated, load_time: Duration) -> ser
     })
 }
 
-fn folder(file: &Path) -> &Path {
-    match file.parent() {
-        Some(p) if !p.as_os_str().is_empty() => p,
-        _ => Path::new("."),
-    }
-}
-
-/// Whether a file can be made there; it leaves none.
-fn check_logits(file: &Path) -> anyhow::Result<()> {
-    // A device or a folder would be replaced, or could not be.
-    let made = if file.exists() && !file.is_file() {
-        Err(std::io::Error::other("it is there and is not a file"))
-    } else {
-        tempfile::tempfile_in(folder(file)).map(drop)
-    };
-    made.with_context(|| {
-        format!(
-            "--logits {}: it cannot be written; give a file in a folder that can be",
-            file.display()
-        )
-    })
-}
-
 /// Writes `logits`, whole or not at all.
 fn write_logits(file: &Path, generated: &Generated, vocab: usize) -> anyhow::Result<()> {
     let write = || -> anyhow::Result<()> {
@@ -562,16 +557,8 @@ fn write_logits(file: &Path, generated: &Generated, vocab: usize) -> anyhow::Res
             .collect();
         let shape = vec![generated.ids.len(), vocab];
         let view = safetensors::tensor::TensorView::new(safetensors::Dtype::F32, shape, &bytes)?;
-        let mut staged = tempfile::NamedTempFile::new_in(folder(file))?;
-        let whole = safetensors::serialize([("logits", view)], None)?;
-        std::io::Write::write_all(&mut staged, &whole)?;
-        #[cfg(unix)]
-        {
-            use std::os::unix::fs::PermissionsExt;
-            let mode = std::fs::Permissions::from_mode(0o644);
-            staged.as_file().set_permissions(mode)?;
-        }
-        staged.persist(file)?;
+        let all = safetensors::serialize([("logits", view)], None)?;
+        whole::write(file, ".logits-", |out| out.write_all(&all))?;
         Ok(())
     };
     write().with_context(|| format!("{}: the logits cannot be written", file.display()))

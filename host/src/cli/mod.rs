@@ -16,7 +16,7 @@ mod synth;
 pub mod ui;
 mod verify;
 
-use std::io::{self, ErrorKind};
+use std::io::{self, ErrorKind, IsTerminal};
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
@@ -63,6 +63,7 @@ pub fn main() -> ExitCode {
                 .unwrap_or_else(|_| "warn".into()),
         )
         .with_writer(io::stderr)
+        .with_ansi(io::stderr().is_terminal())
         .log_internal_errors(false)
         .without_time()
         .with_target(false)

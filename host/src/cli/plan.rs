@@ -1,6 +1,6 @@
 //! `host plan`.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use anyhow::Context;
 use clap::{Args, ValueEnum};
@@ -46,6 +46,11 @@ impl BudgetArgs {
     /// Whether a budget is given.
     pub fn any(&self) -> bool {
         self.vram_budget.is_some() || self.ram_budget.is_some() || !self.tiers.is_empty()
+    }
+
+    /// Whether anything else is said that only a plan takes.
+    pub fn asks_of_plan(&self) -> bool {
+        self.profile.is_some() || self.rates.is_some() || self.calibrate
     }
 
     /// As the planner takes it.
@@ -120,6 +125,9 @@ pub fn run(args: PlanArgs) -> anyhow::Result<()> {
         "-c {positions}: expected 1 to {}",
         config.max_positions
     );
+    if let Some(file) = &args.save_rates {
+        whole::check(file).with_context(|| unwritten(file))?;
+    }
     let request = args.budget.request(positions);
     anyhow::ensure!(
         (1..=256).contains(&args.devices.len()),
@@ -176,11 +184,15 @@ pub fn run(args: PlanArgs) -> anyhow::Result<()> {
             found.rates.exchange = calibrate::exchange_between(&first, &other, &config)?;
         }
     }
+    if matches!(args.device, DeviceArg::Emulator) || CudaDevice::count() > 0 {
+        let free = on.iter().map(|(_, free)| *free).min();
+        request.say_excess(free.unwrap_or(0));
+    }
     let (found, free) = on.remove(0);
     if let Some(file) = &args.save_rates {
         let text = serde_json::to_string_pretty(&found)?;
         whole::write(file, ".rates-", |out| out.write_all(text.as_bytes()))
-            .with_context(|| format!("--save-rates {}: it cannot be written", file.display()))?;
+            .with_context(|| unwritten(file))?;
     }
     let mut planned = request.plan_devices(dir, &config, &archive, found, free, &on)?;
     for row in &mut planned.plan.device_table {
@@ -201,4 +213,9 @@ pub fn run(args: PlanArgs) -> anyhow::Result<()> {
         return Ok(ui::out(&format!("{object}\n"))?);
     }
     Ok(ui::out(&planned.to_string())?)
+}
+
+fn unwritten(file: &Path) -> String {
+    let file = file.display();
+    format!("--save-rates {file}: it cannot be written; give a file in a folder that can be")
 }

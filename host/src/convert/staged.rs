@@ -51,8 +51,6 @@ impl Staged {
     ) -> Result<Self, ModelError> {
         check_target(from, to, force)?;
         let dir = partial_path(to);
-        let there = dir.is_dir();
-        let going_on = resume && there;
         fs::create_dir_all(&dir).map_err(|e| ModelError::io(&dir, e, ELSEWHERE))?;
         let path = dir.join(IDENTITY);
         let mut lock = File::options()
@@ -75,9 +73,12 @@ impl Staged {
             }
             Err(TryLockError::Error(e)) => return Err(ModelError::io(&path, e, ELSEWHERE)),
         }
-        if going_on {
-            let found =
-                fs::read_to_string(&path).map_err(|e| ModelError::io(&path, e, ELSEWHERE))?;
+        let found = match resume {
+            true => fs::read_to_string(&path).map_err(|e| ModelError::io(&path, e, ELSEWHERE))?,
+            false => String::new(),
+        };
+        // Nothing in it: there was none, or it was stopped before its first line or behind its last.
+        if !found.is_empty() {
             if found != identity {
                 return Err(ModelError::field(
                     &path,
@@ -235,4 +236,30 @@ fn check_target(from: &Path, to: &Path, force: bool) -> Result<(), ModelError> {
         return refuse("a model directory to replace", "other files", elsewhere);
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Stopped just before it got its name, or just after it was made.
+    #[test]
+    fn what_does_not_say_what_it_is_begins_anew() {
+        let dir = tempfile::tempdir().unwrap();
+        let (from, to) = (dir.path().join("from"), dir.path().join("to"));
+        let partial = partial_path(&to);
+        for identity in [None, Some("")] {
+            fs::create_dir_all(&partial).unwrap();
+            fs::write(partial.join(DENSE_FILE), "of something").unwrap();
+            if let Some(identity) = identity {
+                fs::write(partial.join(IDENTITY), identity).unwrap();
+            }
+            let staged = Staged::new(&from, &to, false, "of this", true).unwrap();
+            assert!(!partial.join(DENSE_FILE).exists());
+            let found = fs::read_to_string(partial.join(IDENTITY)).unwrap();
+            assert_eq!(found, "of this");
+            drop(staged);
+            assert!(!partial.exists());
+        }
+    }
 }

@@ -50,9 +50,11 @@ pub struct Options {
     pub tier: Option<Tier>,
     /// How coded experts are multiplied.
     pub form: Form,
-    /// Budgets to spread experts over tiers by; without them that is done only where they do not fit
-    /// into device memory.
-    pub placed: Option<Request>,
+    /// What a plan is made of, where one is made.
+    pub request: Request,
+    /// Whether experts are spread over tiers by plan in any case; else that is done only over several
+    /// devices, and where they do not fit into one's memory.
+    pub placed: bool,
     /// Positions that the KV cache will be for.
     pub positions: usize,
     /// How it keeps them.
@@ -529,17 +531,17 @@ pub fn open(
         }
         _ => (),
     }
-    let spread = several.then(|| Request {
-        positions: options.positions,
-        ..Request::default()
-    });
-    let placed = options.placed.clone().or(spread);
-    match (options.device, &placed) {
-        (Device::Emulator, Some(request)) => {
+    let request = Request {
+        positions: options.positions.max(options.request.positions),
+        ..options.request.clone()
+    };
+    let placed = options.placed || several;
+    match (options.device, placed) {
+        (Device::Emulator, true) => {
             let devices = (options.devices.iter())
                 .map(|_| (EmulatedDevice::default(), EmulatedDevice::MEMORY))
                 .collect();
-            return open_placed(devices, dir, &options, request, &mut progress);
+            return open_placed(devices, dir, &options, &request, &mut progress);
         }
         (Device::Cuda | Device::Auto, _) if CudaDevice::count() > 0 => {
             // Whatever is wrong with a single one is said below.
@@ -548,18 +550,13 @@ pub fn open(
                 opened => opened.ok(),
             };
             if let Some(devices) = opened {
-                let request = match &placed {
-                    None if options.tier != Some(Tier::Raw) => {
-                        overflow(dir, &config, &options, devices[0].1)?
-                    }
-                    placed => placed.clone(),
-                };
-                if let Some(request) = &request {
-                    return open_placed(devices, dir, &options, request, &mut progress);
+                let coded = options.tier != Some(Tier::Raw);
+                if placed || coded && overflows(dir, &config, &options, devices[0].1)? {
+                    return open_placed(devices, dir, &options, &request, &mut progress);
                 }
             }
         }
-        (device, Some(_)) => {
+        (device, true) => {
             let device = match device {
                 Device::Cpu => "cpu",
                 Device::Reference => "reference",
@@ -581,9 +578,12 @@ pub fn open(
         positions: options.positions,
     };
     match options.device {
-        Device::Cuda => on_cuda(load, cuda(&options.devices)?, &options, &mut progress),
+        Device::Cuda => {
+            let backend = cuda(&options.devices)?;
+            on_cuda(load, backend, &options, &request, &mut progress)
+        }
         Device::Auto if CudaDevice::count() > 0 => match cuda(&options.devices) {
-            Ok(backend) => on_cuda(load, backend, &options, &mut progress),
+            Ok(backend) => on_cuda(load, backend, &options, &request, &mut progress),
             Err(error) if named => Err(error),
             Err(error) => {
                 tracing::warn!("using the CPU: {error}");
@@ -596,16 +596,16 @@ pub fn open(
     }
 }
 
-/// A request for a plan where a model and its coded experts are larger than the device's memory.
-fn overflow(
+/// Whether a model and its coded experts are larger than the device's memory.
+fn overflows(
     dir: &Path,
     config: &Config,
     options: &Options,
     free: u64,
-) -> Result<Option<Request>, EngineError> {
+) -> Result<bool, EngineError> {
     let file = dir.join(crate::model::directory::ARCHIVE_FILE);
     if !file.exists() {
-        return Ok(None);
+        return Ok(false);
     }
     let archive = Archive::open(&file).map_err(ModelError::from)?;
     let dense = DensePart::open(dir, config)?;
@@ -618,11 +618,7 @@ fn overflow(
             experts += archive.place_of(*layer, e).map_err(ModelError::from)?.1 as u64;
         }
     }
-    let request = Request {
-        positions: options.positions,
-        ..Request::default()
-    };
-    Ok((fixed + experts > free).then_some(request))
+    Ok(fixed + experts > free)
 }
 
 /// Devices of these numbers, and what is free of each one's memory.
@@ -683,6 +679,7 @@ fn on_cuda(
     load: Load<'_>,
     backend: KernelBackend<CudaDevice>,
     options: &Options,
+    request: &Request,
     progress: &mut impl FnMut(usize, usize),
 ) -> Result<Box<dyn Engine>, EngineError> {
     if load.source.coded().is_none() {
@@ -691,11 +688,7 @@ fn on_cuda(
     let device = backend.device().clone();
     let free = device.free_bytes().map_err(|e| unusable("cuda", e))?;
     drop(backend);
-    let request = Request {
-        positions: options.positions,
-        ..Request::default()
-    };
-    open_whole((device, free), load.dir, options, &request, progress)
+    open_whole((device, free), load.dir, options, request, progress)
 }
 
 struct Load<'a> {

@@ -82,6 +82,8 @@ pub fn open_placed<D: Device + Clone + 'static>(
     request: &Request,
     progress: &mut impl FnMut(usize, usize),
 ) -> Result<Box<dyn Engine>, EngineError> {
+    let free = devices.iter().map(|(_, free)| *free).min();
+    request.say_excess(free.unwrap_or(0));
     let mut placed = Placed::new(devices, dir, options, request);
     placed.load(progress)?;
     Ok(Box::new(placed))

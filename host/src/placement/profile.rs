@@ -27,6 +27,9 @@ pub const HALF_LIFE: f64 = 100_000.0;
 /// No model has as many layers or experts; keeps numbers of a hostile file small.
 const MOST: u32 = 1 << 20;
 
+/// No expert was chosen more often; keeps sums of a hostile file finite.
+const MOST_CHOSEN: f64 = 1e18;
+
 /// Counts below this are dropped.
 const LEAST: f64 = 5e-4;
 
@@ -152,6 +155,8 @@ impl Profile {
     /// Adds what one run chose to what the file `path` has, decayed; makes the file if there is none. One
     /// at a time of those that write to its directory, where the file system has locks.
     pub fn record(&self, path: &Path) -> Result<(), ProfileError> {
+        let linked = std::fs::canonicalize(path);
+        let path = linked.as_deref().unwrap_or(path);
         // The directory's, since the file is replaced. Without a lock two runs at once may lose one's counts.
         let directory = match path.parent() {
             Some(d) if d != Path::new("") => d,
@@ -172,12 +177,13 @@ impl Profile {
 
     /// Counts `n` more choices of an expert.
     pub fn add(&mut self, layer: u32, expert: u32, n: f64) {
-        *self.counts.entry((layer, expert)).or_default() += n;
+        let count = self.counts.entry((layer, expert)).or_default();
+        *count = (*count + n).min(MOST_CHOSEN);
     }
 
     /// Counts `n` more tokens.
     pub fn add_tokens(&mut self, n: f64) {
-        self.tokens += n;
+        self.tokens = (self.tokens + n).min(MOST_CHOSEN);
     }
 
     /// Tokens that the counts are of; 0 where that is not known.
@@ -207,7 +213,7 @@ impl Profile {
 
     /// Adds another's counts.
     pub fn merge(&mut self, other: &Self) {
-        self.tokens += other.tokens;
+        self.add_tokens(other.tokens);
         for ((layer, expert), n) in &other.counts {
             self.add(*layer, *expert, *n);
         }
@@ -255,10 +261,11 @@ impl Profile {
     }
 }
 
-/// A count as it is written: finite and not negative.
+/// A count as it is written: not negative, nor more than there can be.
 fn count(word: &str) -> Option<f64> {
     let n: f64 = word.parse().ok()?;
-    (n.is_finite() && n >= 0.0 && word.starts_with(|c: char| c.is_ascii_digit())).then_some(n)
+    ((0.0..=MOST_CHOSEN).contains(&n) && word.starts_with(|c: char| c.is_ascii_digit()))
+        .then_some(n)
 }
 
 /// Three decimals at most, none where the number is whole.
@@ -324,6 +331,8 @@ mod tests {
             ("3 17 nan", "layer, expert and count"),
             ("3 17 inf", "layer, expert and count"),
             ("3 17 1e999", "layer, expert and count"),
+            ("3 17 1e308\n3 18 1e308\n", "layer, expert and count"),
+            ("# tokens 1e300", "line 1: expected a number of tokens"),
             ("3 17 1 1", "layer, expert and count"),
             ("9999999 1 1", "layer, expert and count"),
             ("-3 1 1", "layer, expert and count"),
@@ -353,6 +362,13 @@ mod tests {
         assert_eq!(both.tokens(), 1.5 * HALF_LIFE);
         let text = std::fs::read_to_string(&file).unwrap();
         assert_eq!(text, "# ansatz usage 1\n# tokens 150000\n1 2 12\n");
+        // Counts stay such as can be read again.
+        run.add(1, 2, MOST_CHOSEN);
+        run.add_tokens(MOST_CHOSEN);
+        for _ in 0..2 {
+            run.record(&file).unwrap();
+            assert_eq!(Profile::read(&file).unwrap().count(1, 2), MOST_CHOSEN);
+        }
         // A file that is none is left as it is.
         std::fs::write(&file, "hello\n").unwrap();
         assert!(run.record(&file).is_err());

@@ -265,6 +265,20 @@ impl Request {
         })
     }
 
+    /// Says which budgets are more than there is, of a device with `free` bytes and of this machine.
+    pub fn say_excess(&self, free: u64) {
+        let memory = available();
+        for (option, size, there) in [("vram", self.vram, free), ("ram", self.ram, memory)] {
+            if let Some(Size::Bytes(n)) = size
+                && n > there
+                && there > 0
+            {
+                let (n, there) = (gb(n), gb(there));
+                tracing::warn!("--{option}-budget: {n} are more than the {there} that are free");
+            }
+        }
+    }
+
     /// A plan for the model of `dir` on a device with `free` bytes.
     pub fn plan(
         &self,
@@ -326,6 +340,15 @@ impl Request {
             what: "stage",
             vram: staged(top_k) as u64 * largest.next_multiple_of(256),
         });
+        let allowed = Tier::ALL.map(|t| self.tiers.as_ref().is_none_or(|some| some.contains(&t)));
+        let outside = allowed[Tier::RamRaw as usize..].contains(&true);
+        let rows = memory::given(config, self.positions, outside, others.len());
+        if rows > 0 {
+            fixed.push(Fixed {
+                what: "rows of experts elsewhere",
+                vram: rows,
+            });
+        }
         if int8 > 0 {
             fixed.push(Fixed {
                 what: "int8 experts",
@@ -345,7 +368,7 @@ impl Request {
             ram: self.ram.map_or(memory / 5 * 4, |s| s.of(memory)),
             vram_granule: 2 << 20,
             ram_granule: 4096,
-            allowed: Tier::ALL.map(|t| self.tiers.as_ref().is_none_or(|some| some.contains(&t))),
+            allowed,
         };
         let model = ModelUse {
             top_k,
