@@ -76,6 +76,8 @@ pub trait Weights {
     fn reload(w: &Global<Self::Element>, condition: bool, at: u32, to: &mut Self::Words);
     /// The same as f32.
     fn widen(words: Self::Words) -> [f32; 8];
+    /// The same as bf16, in which they are exact: two neighbours a word, the first in the low half.
+    fn pairs(words: Self::Words) -> [u32; 4];
     /// Words that eight of them take in shared memory.
     const WORDS: u32;
     /// Starts copying eight from element `at` on to word `word` of `to`.

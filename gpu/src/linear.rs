@@ -19,6 +19,15 @@ pub use crate::dense::LinearArgs;
 use crate::arith::bf16;
 use crate::dense::{VECTOR, Weights, body, plain};
 
+/// Two neighbours as f32, the first in the low half.
+#[inline(always)]
+pub fn widen2(word: u32) -> [f32; 2] {
+    [
+        f32::from_bits(word << 16),
+        f32::from_bits(word & 0xffff_0000),
+    ]
+}
+
 /// Weights of bf16.
 pub struct Bf16;
 
@@ -34,20 +43,13 @@ impl Weights for Bf16 {
 
     #[inline(always)]
     fn widen(w: [u32; 4]) -> [f32; 8] {
-        let (low, high) = (
-            |x: u32| f32::from_bits(x << 16),
-            |x: u32| f32::from_bits(x & 0xffff_0000),
-        );
-        [
-            low(w[0]),
-            high(w[0]),
-            low(w[1]),
-            high(w[1]),
-            low(w[2]),
-            high(w[2]),
-            low(w[3]),
-            high(w[3]),
-        ]
+        let [a, b, c, d] = w.map(widen2);
+        [a[0], a[1], b[0], b[1], c[0], c[1], d[0], d[1]]
+    }
+
+    #[inline(always)]
+    fn pairs(w: [u32; 4]) -> [u32; 4] {
+        w
     }
 
     const WORDS: u32 = 4;

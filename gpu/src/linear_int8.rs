@@ -49,6 +49,14 @@ impl Weights for Int8 {
         ]
     }
 
+    #[inline(always)]
+    fn pairs(w: [u32; 2]) -> [u32; 4] {
+        // The upper halves: integers up to 256 have no bits below.
+        let w = Self::widen(w).map(f32::to_bits);
+        let pair = |i: usize| prmt(w[i], w[i + 1], 0x7632);
+        [pair(0), pair(2), pair(4), pair(6)]
+    }
+
     const WORDS: u32 = 2;
 
     #[inline(always)]

@@ -9,14 +9,16 @@
 //!    has two of them, a quarter of an octet, of all its rows and tokens; a thread those of eight rows
 //!    and eight tokens, so that a word from shared memory serves eight products.
 //! 2. A stage is [`SEGMENTS`] segments of a group. [`DEPTH`] stages are under way: while one is multiplied, the
-//!    next one's weights are widened, once for all tokens, by the threads that copied them, and those after
-//!    it are being copied to shared memory.
-//! 3. A group's sums: warps of an octet exchange them, first in pairs, half of the rows each, then pairs with
+//!    next one's weights are laid out for it by the threads that copied them, and those after it are being
+//!    copied to shared memory.
+//! 3. Weights are laid out as bf16, which holds a signed byte exactly, two columns a word: shared memory's words
+//!    are what this kernel is short of, beside latency, since registers leave a scheduler two warps.
+//! 4. A group's sums: warps of an octet exchange them, first in pairs, half of the rows each, then pairs with
 //!    pairs. Groups come with the bits of their numbers turned round (0, 8, 4, 12, 2, ...), in which order
 //!    halving adds up octets 16, 8, 4 and 2 apart: sums that wait for their other half are two sets in
 //!    registers and two in shared memory.
-//! 4. At the end octets 1 apart, which other warps have, through shared memory.
-//! 5. Rows and tokens past the end repeat the last one and are not stored.
+//! 5. At the end octets 1 apart, which other warps have, through shared memory.
+//! 6. Rows and tokens past the end repeat the last one and are not stored.
 //!
 //! Limits: columns are a multiple of [`COLUMNS`], and what [`VECTOR`](crate::dense::VECTOR) says holds.
 //!
@@ -31,7 +33,7 @@ pub use crate::dense::LinearArgs;
 use crate::arith::fma;
 use crate::dense::{ADD, Weights};
 use crate::dot::STEP;
-use crate::linear::Bf16;
+use crate::linear::{Bf16, widen2};
 use crate::linear_int8::Int8;
 use crate::unroll;
 
@@ -60,12 +62,14 @@ const GROUPS: u32 = STEP / GROUP;
 /// Parts of four columns of a group, each of two warps.
 const PARTS: u32 = GROUP / 4;
 
-/// Words from part to part of weights and of activations: one row more than there are, so that threads that
-/// store neighbouring parts use different banks.
-const ROW_PART: u32 = 4 * (ROWS + 1);
-const TOKEN_PART: u32 = 4 * (TOKENS + 1);
-/// Words of a stage's widened weights, and of its activations.
-const WIDE: u32 = SEGMENTS * PARTS * ROW_PART;
+/// Words from one pair of columns to the next of weights as they are multiplied, and from part to part of
+/// activations: more than there are rows and tokens, so that threads that store to several use different banks.
+const COLUMN_PAIR: u32 = ROWS + 4;
+const TOKEN_PART: u32 = 4 * (TOKENS + 2);
+/// Words of a segment's weights.
+const SEGMENT_PAIRS: u32 = GROUP / 2 * COLUMN_PAIR;
+/// Words of a stage's weights as they are multiplied, and of its activations.
+const PAIRS: u32 = SEGMENTS * SEGMENT_PAIRS;
 const X: u32 = SEGMENTS * PARTS * TOKEN_PART;
 /// Words of sums of one row and eight tokens a thread.
 const A_ROW: u32 = 8 * THREADS;
@@ -75,11 +79,11 @@ const fn copied(words: u32) -> u32 {
     X + words * THREADS
 }
 
-/// Bytes of shared memory, for weights of bytes or of bf16: stages as copied, two of widened weights, sums of
+/// Bytes of shared memory, for weights of bytes or of bf16: stages as copied, weights of two laid out, sums of
 /// four rows a thread to exchange, of two rows that wait, twice.
 pub const fn shared_bytes(int8: bool) -> u32 {
     let words = if int8 { Int8::WORDS } else { Bf16::WORDS };
-    4 * (DEPTH * copied(words) + 2 * WIDE + (4 + 2 * 2) * A_ROW)
+    4 * (DEPTH * copied(words) + 2 * PAIRS + (4 + 2 * 2) * A_ROW)
 }
 
 /// Rows and tokens of a thread.
@@ -141,14 +145,14 @@ fn halves<const M: usize, const N: usize>(sums: Of<M>, swap: bool) -> (Of<N>, Of
     (own, other)
 }
 
-/// What a thread copies and widens: an octet of a row's columns, and four columns of a token.
+/// What a thread copies and lays out: an octet of a row's columns, and four columns of a token.
 struct Place<W: Weights> {
     weight: Global<W::Element>,
     x: Global<u32>,
     /// Where its activations go in a stage as it is copied; weights are behind all of these.
     x_to: u32,
-    /// Where its first four weights go in a stage's widened ones.
-    wide_to: u32,
+    /// Where its first two weights go in those of a stage that are laid out.
+    pairs_to: u32,
     shared: Shared<u32>,
 }
 
@@ -170,15 +174,20 @@ impl<W: Weights> Place<W> {
         cp_async_16(self.shared, stage + self.x_to, self.x, column);
     }
 
-    /// Widens the weights of the stage at word `stage` to word `wide`.
+    /// What it copied of the weights of the stage at word `stage`.
     #[inline(always)]
-    fn widen(&self, stage: u32, wide: u32) {
-        let words = W::take(self.shared, Self::weights_at(stage));
-        let w = W::widen(words).map(f32::to_bits);
-        let to = wide + self.wide_to;
-        self.shared.store_v4(to, [w[0], w[1], w[2], w[3]]);
-        self.shared
-            .store_v4(to + ROW_PART, [w[4], w[5], w[6], w[7]]);
+    fn take(&self, stage: u32) -> W::Words {
+        W::take(self.shared, Self::weights_at(stage))
+    }
+
+    /// Lays them out among those at word `pairs` on.
+    #[inline(always)]
+    fn lay_out(&self, words: W::Words, pairs: u32) {
+        let words = W::pairs(words);
+        unroll!(i < 4, {
+            let to = pairs + self.pairs_to + i as u32 * COLUMN_PAIR;
+            self.shared.store(to, words[i]);
+        });
     }
 }
 
@@ -223,21 +232,20 @@ impl Stage {
     }
 }
 
-/// Multiplies a stage: the warp's columns of all its segments, in order.
+/// Multiplies a stage, segments in order: the warp's two columns of a thread's tokens, whose first is at word
+/// `tokens`, and of its rows, at word `rows`.
 #[inline(always)]
-fn multiply(shared: Shared<u32>, stage: u32, wide: u32, sums: &mut Sums) {
-    let (lane, warp) = (warp::lane_id(), warp::warp_id());
-    let (part, two) = (warp / 2, warp % 2 * 2);
+fn multiply(shared: Shared<u32>, tokens: u32, rows: u32, sums: &mut Sums) {
     unroll!(s < SEGMENTS as usize, {
-        let s = s as u32 * PARTS + part;
-        let rows = wide + s * ROW_PART + lane % 8 * 4 + two;
-        let tokens = stage + s * TOKEN_PART + lane / 8 * 4 + two;
+        let tokens = tokens + s as u32 * PARTS * TOKEN_PART;
+        let rows = rows + s as u32 * SEGMENT_PAIRS;
         let mut x = [[0.0f32; 2]; T];
         unroll!(j < T, {
             x[j] = shared.load_v2(tokens + 16 * j as u32).map(f32::from_bits);
         });
+        let w = [shared.load_v4(rows), shared.load_v4(rows + 32)];
         unroll!(i < R, {
-            let w = shared.load_v2(rows + 32 * i as u32).map(f32::from_bits);
+            let w = widen2(w[i / 4][i % 4]);
             unroll!(j < T, {
                 unroll!(c < 2, {
                     sums[i][j][c] = fma(w[c], x[j][c], sums[i][j][c]);
@@ -254,11 +262,11 @@ unsafe fn body<W: Weights>(args: LinearArgs) {
     // SAFETY: the launch has that much.
     let shared = unsafe { Shared::<u32>::dynamic(0, shared_bytes(W::WORDS == Int8::WORDS) / 4) };
     let size = copied(W::WORDS);
-    let wide = DEPTH * size;
-    let exchange = wide + 2 * WIDE;
+    let pairs = DEPTH * size;
+    let exchange = pairs + 2 * PAIRS;
     let waiting = [exchange + 4 * A_ROW, exchange + 6 * A_ROW];
     let t = thread::thread_idx_x();
-    let warp = warp::warp_id();
+    let (lane, warp) = (warp::lane_id(), warp::warp_id());
     let first_row = thread::block_idx_y() * ROWS;
     let first_token = thread::block_idx_x() * TOKENS;
     let batch = thread::block_idx_z();
@@ -278,7 +286,7 @@ unsafe fn body<W: Weights>(args: LinearArgs) {
             token * args.x_stride + t / 128 * STEP + t % 4 * 4,
         )),
         x_to: (t / 128 * PARTS + t % 4) * TOKEN_PART + t % 128 / 4 * 4,
-        wide_to: (t / 128 * PARTS + t % 2 * 2) * ROW_PART + t % 128 / 2 * 4,
+        pairs_to: t / 128 * SEGMENT_PAIRS + t % 2 * 4 * COLUMN_PAIR + t % 128 / 2,
         shared,
     };
     let first = Stage {
@@ -301,10 +309,13 @@ unsafe fn body<W: Weights>(args: LinearArgs) {
         ahead.step();
     });
     cp_async_wait::<{ DEPTH - 2 }>();
-    at.widen(now.at, wide);
+    at.lay_out(at.take(now.at), pairs);
     thread::sync_threads();
 
-    let mut widened = 0;
+    // The thread's rows and tokens, and the warp's two columns.
+    let tokens = warp / 2 * TOKEN_PART + lane / 8 * 4 + warp % 2 * 2;
+    let rows = pairs + warp * COLUMN_PAIR + lane % 8 * 4;
+    let mut buffer = 0;
     let mut pending: [Of<2>; 2] = [[[0.0; T]; 2]; 2];
     while now.there() {
         let n = now.n;
@@ -318,12 +329,18 @@ unsafe fn body<W: Weights>(args: LinearArgs) {
             }
             cp_async_commit();
             ahead.step();
-            multiply(shared, now.at, wide + widened, &mut sums);
-            widened = WIDE - widened;
+            let at_now = now.at;
             over = now.step();
+            // What this thread copied of the next stage is there; taken now, it need not be waited for.
             cp_async_wait::<{ DEPTH - 2 }>();
+            let mut words = W::NONE;
             if now.there() {
-                at.widen(now.at, wide + widened);
+                words = at.take(now.at);
+            }
+            multiply(shared, at_now + tokens, buffer + rows, &mut sums);
+            buffer = PAIRS - buffer;
+            if now.there() {
+                at.lay_out(words, pairs + buffer);
             }
             thread::sync_threads();
         }
@@ -370,8 +387,8 @@ unsafe fn body<W: Weights>(args: LinearArgs) {
     unroll!(u < (ROWS * TOKENS / THREADS) as usize, {
         let number = u as u32 * THREADS + t;
         let (of_block, token) = (number % ROWS, number / ROWS);
-        let (i, j) = (of_block / 8, token / 4);
-        let lane = token % 4 * 8 + of_block % 8;
+        let (i, j) = (of_block / 32 * 4 + of_block % 4, token / 4);
+        let lane = token % 4 * 8 + of_block / 4 % 8;
         let octet = |o: u32| {
             // Pairs of warps have halves of the rows by their last bit, then halves of these.
             let warp = 4 * o + i / 4 + i % 4 / 2 * 2;
