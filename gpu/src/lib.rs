@@ -37,6 +37,7 @@ pub mod embed;
 pub mod group;
 pub mod index;
 pub mod index_128;
+pub mod index_select;
 pub mod launch;
 pub mod layout;
 pub mod linear;

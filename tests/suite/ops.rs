@@ -477,6 +477,12 @@ pub fn index<B: LoadExperts>(b: &B) {
     cases.push(((2, 8), 2048, (2046, 4)));
     // More tokens than a CPU holds scores of at once.
     cases.push(((4, 32), 16, (130, 70)));
+    // So many that tiles of them choose first: the last of one position, of more and of fewer than are listed,
+    // and a token that begins a tile.
+    cases.push(((2, 8), 100, (16_384, 1)));
+    cases.push(((1, 8), 2048, (20_000, 2)));
+    cases.push(((1, 8), 2048, (25_000, 1)));
+    cases.push(((1, 8), 512, (24_572, 8)));
     // Several tiles of positions and of tokens.
     cases.push(((32, 128), 256, (4090, 9)));
     cases.push(((32, 128), 256, (8300, 1)));

@@ -8,6 +8,7 @@ mod device;
 mod emulator;
 mod error;
 mod experts;
+mod index;
 #[cfg(test)]
 mod measured;
 mod mock;

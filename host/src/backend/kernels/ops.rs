@@ -11,7 +11,6 @@ use super::buffer::{Buffer, View, blocks, input, output, view, word};
 use super::device::{Device, DeviceMemory, Launch};
 use super::error::{KernelError, Result};
 use super::experts::{Experts, Stage};
-use super::plan;
 use super::record::Recorded;
 use super::split::Kept;
 use super::table::*;
@@ -491,58 +490,7 @@ impl<D: Device> Backend for KernelBackend<D> {
         tokens: usize,
         lists: &mut Self::Buf<u32>,
     ) -> Result<()> {
-        if index.top_k == 0 {
-            return Ok(());
-        }
-        let at = self.at(first, tokens)?;
-        let seen = at.seen;
-        let q = input("index: q", q, tokens, index.heads * index.dim)?;
-        let weights = input("index: weights", weights, tokens, index.heads)?;
-        let keys = keys.from("index: keys", 0, seen * index.dim)?;
-        let len = tokens.saturating_sub(1) * index.top_k + index.top_k.min(seen);
-        lists.from("index: lists", 0, len)?;
-        // Scores are needed only by tokens that see more than they list.
-        let scored = seen > index.top_k;
-        let at_once = plan::tokens_at_once(tokens, if scored { 4 * seen } else { 0 });
-        let scores = self.scratch::<f32>(if scored { at_once * seen } else { 0 })?;
-        let vector = q.aligned() && index.dim.is_multiple_of(8) && keys.addr.is_multiple_of(16);
-        for start in (0..tokens).step_by(at_once) {
-            let n = at_once.min(tokens - start);
-            let args = gpu::index::IndexArgs {
-                q: q.skip(start).slice,
-                keys,
-                weights: weights.skip(start).slice,
-                scores: scores.slice(),
-                lists: lists.from("index: lists", start * index.top_k, 0)?,
-                q_stride: q.stride,
-                weight_stride: weights.stride,
-                score_stride: word("positions", seen)?,
-                heads: word("heads", index.heads)?,
-                dim: word("index dimension", index.dim)?,
-                top_k: word("listed positions", index.top_k)?,
-                at: at.word,
-                first: at.first.wrapping_add(start as u32),
-                weight_factor: index.weight_factor(),
-                dot_factor: index.dot_factor(),
-                vector: vector as u32,
-                tokens: n as u32,
-                reserved: 0,
-            };
-            // Of a recorded pass the last position that it will run at.
-            let last = seen - tokens + start + n;
-            if last > index.top_k && vector && args.dim == gpu::index_128::DIM {
-                use gpu::index_128::{POSITIONS, THREADS, TOKENS};
-                let grid = [blocks(last, POSITIONS), blocks(n, TOKENS), 1];
-                self.launch::<IndexScores128>(Launch::new(grid, THREADS), args)?;
-            } else if last > index.top_k {
-                let grid = [blocks(last, gpu::index::BLOCK_POSITIONS), n as u32, 1];
-                let launch = Launch::new(grid, gpu::index::SCORE_THREADS);
-                self.launch::<IndexScores>(launch, args)?;
-            }
-            let launch = Launch::new([n as u32, 1, 1], gpu::index::SELECT_THREADS);
-            self.launch::<IndexSelect>(launch, args)?;
-        }
-        Ok(())
+        self.best_positions(q, keys, weights, index, first, tokens, lists)
     }
 
     fn route(

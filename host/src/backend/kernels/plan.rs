@@ -107,6 +107,18 @@ pub fn attention(
     (gpu::attention::HEADS, launch)
 }
 
+/// Tiles that the positions of `tokens` tokens are chosen from, up to position `last`; 0 where a block does all
+/// of a token's: where there are few tiles, or tokens enough to keep the device at work.
+pub fn tiles_to_select(tokens: usize, last: usize, top_k: u32) -> usize {
+    use gpu::index_select::TILE;
+    let tiles = last.div_ceil(TILE as usize);
+    if tokens <= FEW as usize && tiles > 2 && top_k <= TILE {
+        tiles
+    } else {
+        0
+    }
+}
+
 /// Tokens of one launch whose scratch takes `bytes` bytes a token, within [`SCRATCH`]: at least one.
 pub fn tokens_at_once(tokens: usize, bytes: usize) -> usize {
     tokens_within(SCRATCH, tokens, bytes)
@@ -141,6 +153,19 @@ pub fn experts_at_once(
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn positions_are_chosen_from_tiles_where_tokens_are_few() {
+        for ((tokens, last, top_k), expected) in [
+            ((1, 16_384, 2048), 0),
+            ((1, 16_385, 2048), 3),
+            ((8, 65_536, 2048), 8),
+            ((9, 65_536, 2048), 0),
+            ((1, 65_536, 8193), 0),
+        ] {
+            assert_eq!(tiles_to_select(tokens, last, top_k), expected);
+        }
+    }
 
     const H200: DeviceLimits = DeviceLimits {
         sms: 132,

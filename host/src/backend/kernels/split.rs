@@ -180,6 +180,7 @@ mod tests {
             (KernelId::Rope, Some(Part::Attention)),
             (KernelId::Narrow, Some(Part::Attention)),
             (KernelId::IndexSelect, Some(Part::Attention)),
+            (KernelId::IndexSelectTiles, Some(Part::Attention)),
             (KernelId::LinearInt8Many, Some(Part::Dense)),
             (KernelId::LinearInt8Tile, Some(Part::Dense)),
             (KernelId::Embed, Some(Part::Dense)),

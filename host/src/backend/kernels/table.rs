@@ -69,6 +69,7 @@ use gpu::combine::CombineArgs;
 use gpu::embed::EmbedArgs;
 use gpu::group::GroupArgs;
 use gpu::index::IndexArgs;
+use gpu::index_select::SelectArgs;
 use gpu::linear::LinearArgs;
 use gpu::narrow::NarrowArgs;
 use gpu::norm::NormArgs;
@@ -144,7 +145,11 @@ kernels! {
     /// The same for heads of 128 columns.
     IndexScores128 = index_128::index_scores_128(IndexArgs);
     /// The indexer's choice.
-    IndexSelect = index::index_select(IndexArgs);
+    IndexSelect = index_select::index_select(SelectArgs);
+    /// The best of each tile of positions.
+    IndexSelectTiles = index_select::index_select_tiles(SelectArgs);
+    /// The best of those.
+    IndexSelectMerge = index_select::index_select_merge(SelectArgs);
     /// The router.
     Route = route::route(RouteArgs);
     /// A trace in the router's place.
