@@ -197,6 +197,15 @@ impl<D: Device + Clone + 'static> Placed<D> {
         let (dir, options) = (&self.dir, &self.options);
         let config = options.config(dir)?;
         let source = Source::open(dir, &config, options.tier)?;
+        let Some(archive) = source.coded() else {
+            return Err(EngineError::NoTiers { device: "cuda" });
+        };
+        // One tier, which is loaded as several are: past the page cache, through pinned buffers.
+        let layer = vec![placement::Tier::VramAns; archive.experts()];
+        let tiers = vec![layer; archive.layers().len()];
+        let Some((source, _)) = source.tiered(tiers, Vec::new(), 0, false)? else {
+            return Err(EngineError::NoTiers { device: "cuda" });
+        };
         let bytes = bytes_to_load(dir, &config, &source)?;
         let all = bytes.last().copied().unwrap_or(0) as usize;
         let backend = KernelBackend::new(self.devices[0].0.clone());
