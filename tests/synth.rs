@@ -211,7 +211,7 @@ fn a_plan_is_made_and_rates_are_kept() {
     assert!(taken[0] <= 2 << 20 && taken[1] <= 4 << 20, "{taken:?}");
     plan(&[&["--rates", save, "--devices", "0,1"], &budgets[..]].concat())
         .success()
-        .stdout(contains("device  tier"));
+        .stdout(contains("device  tier").and(contains("\n         device 1: ")));
 
     let fails = |more: &[&str], what: &str| {
         plan(&[&["--rates", save], more].concat())

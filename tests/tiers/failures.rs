@@ -57,6 +57,14 @@ fn everywhere(dir: &Path, devices: usize) -> Request {
     }
 }
 
+/// None so far; two devices copy what they exchange.
+fn fault() -> Faults {
+    Faults {
+        apart: true,
+        ..Faults::default()
+    }
+}
+
 /// Calls of one kind that a device gets, some of them: every `n`-th from a random one on.
 fn some(all: &AtomicU64, n: usize) -> impl Iterator<Item = u64> {
     let all = all.load(Relaxed);
@@ -71,7 +79,7 @@ fn any_allocation_may_be_refused() {
     let dir = tempfile::tempdir().unwrap();
     for devices in [1, 2] {
         let request = everywhere(dir.path(), devices);
-        let none = vec![Faults::default(); devices];
+        let none = vec![fault(); devices];
         let whole = Run::new(&none, &request);
         let expected = whole.logits.unwrap();
         for d in 0..devices {
@@ -101,7 +109,7 @@ fn a_lost_device_is_one_error() {
     let dir = tempfile::tempdir().unwrap();
     for devices in [1, 2] {
         let request = everywhere(dir.path(), devices);
-        let none = vec![Faults::default(); devices];
+        let none = vec![fault(); devices];
         let whole = Run::new(&none, &request);
         whole.logits.unwrap();
         for d in 0..devices {

@@ -447,15 +447,22 @@ impl std::fmt::Display for Planned {
         let fixed: Vec<String> = (self.fixed.iter())
             .map(|f| format!("{} {}", f.what, gb(f.vram)))
             .collect();
-        let all = plan.vram + self.fixed.iter().map(|f| f.vram).sum::<u64>();
-        let experts = gb(plan.vram);
+        let own = plan.vram_of.first().copied().unwrap_or(0);
+        let all = own + self.fixed.iter().map(|f| f.vram).sum::<u64>();
         writeln!(
             f,
-            "vram     {} of {}: {}, experts {experts}",
+            "vram     {} of {}: {}, experts {}",
             gb(all),
             gb(self.vram),
-            fixed.join(", ")
+            fixed.join(", "),
+            gb(own)
         )?;
+        for (d, (taken, room)) in plan.vram_of.iter().zip(&self.room).enumerate().skip(1) {
+            let row = plan.device_table.iter().find(|row| row.device == d);
+            let number = row.map_or(d as u32, |row| row.number);
+            let (taken, room) = (gb(*taken), gb(*room));
+            writeln!(f, "         device {number}: {taken} of {room}: experts")?;
+        }
         writeln!(
             f,
             "ram      {} of {}: experts\n",
