@@ -375,6 +375,16 @@ fn bad_models() {
         1,
         &["config.json", "JSON"],
     );
+    // The tokenizers library panics here.
+    let dir = changed("tokenizer.json", &|f| {
+        fs::write(f, r#"{"version": "1.0", "decoder": ull}"#).unwrap();
+    });
+    let text = ["-p", "hello"];
+    refused(
+        &mut generate(dir.path(), &text),
+        1,
+        &["tokenizer.json", "expected a tokenizer", "column"],
+    );
     let dir = changed("dense.safetensors", &|f| {
         let bytes = fs::read(f).unwrap();
         fs::write(f, &bytes[..bytes.len() / 2]).unwrap();

@@ -1,9 +1,11 @@
 //! Text to tokens and back.
 
+use std::panic;
 use std::path::{Path, PathBuf};
 
 use tokenizers::Tokenizer as Inner;
 
+use crate::files;
 use crate::model::{Config, ModelError};
 
 /// GLM tokenizers open every text with these two special tokens where their `tokenizer.json` has
@@ -15,6 +17,21 @@ pub struct Tokenizer {
     inner: Inner,
     file: PathBuf,
     prefix: Vec<u32>,
+}
+
+/// A tokenizer of its JSON, or why it is none: of some damaged files the library panics.
+fn parse(bytes: &[u8]) -> Result<Inner, String> {
+    let hook = panic::take_hook();
+    panic::set_hook(Box::new(|_| ()));
+    let parsed = panic::catch_unwind(|| Inner::from_bytes(bytes));
+    panic::set_hook(hook);
+    match parsed {
+        Ok(parsed) => parsed.map_err(|e| e.to_string()),
+        Err(why) => Err(match why.downcast::<String>() {
+            Ok(text) => *text,
+            Err(_) => "damage".into(),
+        }),
+    }
 }
 
 impl Tokenizer {
@@ -33,8 +50,9 @@ impl Tokenizer {
                 "copy it from the checkpoint again",
             )
         };
-        let mut inner = Inner::from_file(&file)
-            .map_err(|e| wrong("file", "a tokenizer".into(), e.to_string()))?;
+        let bytes = files::read(&file)
+            .map_err(|e| ModelError::io(&file, e, "copy it from the checkpoint again"))?;
+        let mut inner = parse(&bytes).map_err(|e| wrong("file", "a tokenizer".into(), e))?;
         // A file may have kept what training cut and filled texts to; a prompt is taken as it is.
         inner.with_padding(None);
         inner
