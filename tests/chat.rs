@@ -79,6 +79,20 @@ fn one_of_several_templates() {
 }
 
 #[test]
+fn templates_that_do_not_render_are_one_line() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("chat_template.jinja");
+    let many = "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}";
+    let raises = "{{ raise_exception('one\ntwo') }}";
+    for (source, says) in [(many, "ran out of fuel"), (raises, "one two")] {
+        fs::write(&file, source).unwrap();
+        let e = Template::read(dir.path()).unwrap().render(&[], false);
+        let e = e.unwrap_err().to_string();
+        assert!(e.contains(says) && !e.contains('\n'), "{e}");
+    }
+}
+
+#[test]
 fn the_time_is_now() {
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("chat_template.jinja");

@@ -3,16 +3,21 @@
 mod suite;
 mod support;
 
+use std::fs;
 use std::path::Path;
 
 use host::backend::cpu::Cpu;
 use host::backend::reference::Reference;
 use host::backend::{KvFormat, LoadExperts};
+use host::convert::{Options as Conversion, convert};
 use host::engine::{Device, Options};
 use host::eval::{eval, read_ids};
 use host::expert::{Form, ScaleKind};
 use host::model::{Config, Model, Source, Wanted, default_directory};
 use host::sample::greedy;
+use safetensors::SafeTensors;
+use safetensors::tensor::{Dtype, TensorView};
+use serde_json::Value;
 use support::{Case, converted, deviation, oracle};
 
 /// Logits may deviate by this share of their standard deviation: two orders of summation in f32,
@@ -124,6 +129,40 @@ fn families() {
         let emulator = suite::emulator().unwrap();
         assert_eq!(logits(emulator, &dir, &ids), cpu, "{name}");
     }
+}
+
+/// `q_lora_rank` null: one matrix gives the queries.
+#[test]
+fn queries_without_compression() {
+    let from = tempfile::tempdir().unwrap();
+    let hf = support::data().join("tiny-lite-hf");
+    let mut config: Value =
+        serde_json::from_slice(&fs::read(hf.join("config.json")).unwrap()).unwrap();
+    config["q_lora_rank"] = Value::Null;
+    fs::write(from.path().join("config.json"), config.to_string()).unwrap();
+    let bytes = fs::read(hf.join("model.safetensors")).unwrap();
+    let file = SafeTensors::deserialize(&bytes).unwrap();
+    let head = file.tensor("lm_head.weight").unwrap();
+    let mut tensors: Vec<_> = file.tensors();
+    tensors.retain(|(name, _)| !name.contains(".self_attn.q_"));
+    // Rows of the head from row 16 l on, 64 columns of bf16 each, stand for queries of layer l.
+    let (rows, cols) = (4 * (24 + 16), 64);
+    for l in 0..3 {
+        let data = &head.data()[2 * cols * 16 * l..][..2 * cols * rows];
+        let queries = TensorView::new(Dtype::BF16, vec![rows, cols], data).unwrap();
+        tensors.push((format!("model.layers.{l}.self_attn.q_proj.weight"), queries));
+    }
+    let file = from.path().join("model.safetensors");
+    safetensors::serialize_to_file(tensors, None, &file).unwrap();
+    let dir = from.path().join("model");
+    let options = Conversion::new(ScaleKind::Row);
+    convert(from.path(), &dir, &options, |_, _| ()).unwrap();
+    compare(cpu(), &dir, "tiny-lite-q", ScaleKind::Row, usize::MAX);
+    cuda_compare(&dir, "tiny-lite-q", ScaleKind::Row);
+    let ids: Vec<u32> = (0..9).map(|i| (i * 53 + 5) % 256).collect();
+    let cpu = logits(cpu(), &dir, &ids);
+    assert_eq!(logits(Reference, &dir, &ids), cpu);
+    assert_eq!(logits(suite::emulator().unwrap(), &dir, &ids), cpu);
 }
 
 /// Bits of all tokens' logits, the first five in one batch.

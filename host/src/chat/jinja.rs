@@ -5,9 +5,13 @@ use minijinja::value::{Kwargs, ValueKind, from_args};
 use minijinja::{Environment, Error, ErrorKind, Output, State, Value};
 use minijinja_contrib::pycompat::unknown_method_callback;
 
+/// Steps of a rendering at most, some seconds. A conversation takes a few hundred a message.
+const FUEL: u64 = 50_000_000;
+
 /// An environment with one template, `chat`.
 pub fn environment(source: &str) -> Result<Environment<'static>, Error> {
     let mut env = Environment::new();
+    env.set_fuel(Some(FUEL));
     env.set_trim_blocks(true);
     env.set_lstrip_blocks(true);
     env.set_formatter(format);

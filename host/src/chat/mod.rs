@@ -144,6 +144,8 @@ impl Template {
 
 fn wrong(file: Option<&Path>, e: &Error) -> ModelError {
     let file = file.unwrap_or(Path::new("GLM's chat form"));
+    // A template may raise what it likes; an error is a line.
+    let e = e.to_string().replace(['\n', '\r'], " ");
     ModelError::field(file, "chat template", "one that renders", e, REMEDY)
 }
 

@@ -36,7 +36,7 @@ pub struct Config {
     pub moe_intermediate: usize,
     /// `moe_intermediate_size * n_shared_experts`; 0 where there is no shared expert.
     pub shared_intermediate: usize,
-    /// `q_lora_rank`; 0 where attention is not latent.
+    /// `q_lora_rank`; 0 where attention is not latent, or queries are not compressed.
     pub q_lora: usize,
     /// `rms_norm_eps`.
     pub eps: f32,
@@ -194,9 +194,14 @@ pub(super) fn latent_config(o: &Object, family: LatentFamily) -> Result<Config, 
         latent: o.size("kv_lora_rank")?,
         scaling: (1.0 / ((nope + rope) as f64).sqrt()) as f32,
     };
-    if o.get("q_lora_rank").is_none() {
-        return Err(o.unsupported("q_lora_rank", "a rank", "none"));
-    }
+    let q_lora = match o.get("q_lora_rank") {
+        // An indexer reads compressed queries.
+        None if family.index.heads > 0 => {
+            return Err(o.unsupported("q_lora_rank", "a rank", "none"));
+        }
+        None => 0,
+        Some(_) => o.size("q_lora_rank")?,
+    };
     let shared = match o.get("n_shared_experts") {
         None => 1,
         Some(_) => o.count("n_shared_experts")?,
@@ -207,7 +212,7 @@ pub(super) fn latent_config(o: &Object, family: LatentFamily) -> Result<Config, 
         intermediate: o.size("intermediate_size")?,
         moe_intermediate: o.size("moe_intermediate_size")?,
         shared_intermediate: o.size("moe_intermediate_size")? * shared,
-        q_lora: o.size("q_lora_rank")?,
+        q_lora,
         eps: o.single_or("rms_norm_eps", 1e-5)?,
         rope_theta: rope_theta(o)?,
         max_positions: o.size("max_position_embeddings")?,
@@ -729,7 +734,7 @@ mod tests {
         );
         let each = serde_json::json!({"deepseek_sparse_attention": {"rope_theta": 1e4}});
         refused("rope_parameters", each);
-        refused("q_lora_rank", Value::Null);
+        refused("q_lora_rank", Value::Null); // the indexer's queries
         refused("num_experts", 4.into());
         let whole = serde_json::json!({"rope_theta": 1e4, "partial_rotary_factor": 1.0});
         parse(|m| drop(m.insert("rope_parameters".into(), whole.clone()))).unwrap();

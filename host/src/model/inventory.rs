@@ -52,12 +52,15 @@ pub(crate) fn inventory(c: &Config) -> Vec<(String, Vec<usize>)> {
 /// Tensors of latent attention, to `add` with their shapes.
 fn latent_inventory(c: &Config, kind: LayerKind, mut add: impl FnMut(&str, &[usize])) {
     let mla = &c.mla;
-    add("self_attn.q_a_proj.weight", &[c.q_lora, c.hidden]);
-    add("self_attn.q_a_layernorm.weight", &[c.q_lora]);
-    add(
-        "self_attn.q_b_proj.weight",
-        &[mla.heads * (mla.nope + mla.rope), c.q_lora],
-    );
+    let queries = mla.heads * (mla.nope + mla.rope);
+    match c.q_lora {
+        0 => add("self_attn.q_proj.weight", &[queries, c.hidden]),
+        rank => {
+            add("self_attn.q_a_proj.weight", &[rank, c.hidden]);
+            add("self_attn.q_a_layernorm.weight", &[rank]);
+            add("self_attn.q_b_proj.weight", &[queries, rank]);
+        }
+    }
     add(
         "self_attn.kv_a_proj_with_mqa.weight",
         &[mla.latent + mla.rope, c.hidden],

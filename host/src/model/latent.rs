@@ -28,18 +28,24 @@ impl<B: LoadExperts> Model<B> {
             rows_mut(&mut s.projected, col.stride),
         )?;
         b.aside(&mut || self.latent_rows(layer, cache, s, first, tokens))?;
-        b.rms_norm(
-            rows(&s.projected, col.stride),
-            &layer.q_norm,
-            INNER_EPS,
-            c.q_lora,
-            tokens,
-            rows_mut(&mut s.q_latent, c.q_lora),
-        )?;
+        let (queries, cols) = match &layer.q_norm {
+            Some(norm) => {
+                b.rms_norm(
+                    rows(&s.projected, col.stride),
+                    norm,
+                    INNER_EPS,
+                    c.q_lora,
+                    tokens,
+                    rows_mut(&mut s.q_latent, c.q_lora),
+                )?;
+                (rows(&s.q_latent, c.q_lora), c.q_lora)
+            }
+            None => (rows(&s.normed, c.hidden), c.hidden),
+        };
         self.linear(
-            rows(&s.q_latent, c.q_lora),
-            &layer.q_b,
-            c.q_lora,
+            queries,
+            &layer.q,
+            cols,
             tokens,
             false,
             rows_mut(&mut s.q, mla.heads * q_head),

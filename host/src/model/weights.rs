@@ -65,11 +65,13 @@ pub(super) enum Mlp<B: LoadExperts> {
 
 /// Multi-head latent attention.
 pub(super) struct Latent<B: LoadExperts> {
-    /// All that multiplies the normed input: rows of `q_a`, `kv_a`, and where the layer has an
+    /// What multiplies the normed input: rows of `q_a` where queries are compressed, `kv_a`, and where the layer has an
     /// indexer `wk` and `weights_proj` ([`Columns`]).
     pub input: Matrix<B>,
-    pub q_norm: B::Buf<u16>,
-    pub q_b: Matrix<B>,
+    /// None where queries are not compressed.
+    pub q_norm: Option<B::Buf<u16>>,
+    /// `q_b`, or the one matrix of queries that are not compressed.
+    pub q: Matrix<B>,
     pub kv_norm: B::Buf<u16>,
     /// Rows that multiply queries on one side and give values on the other.
     pub kv_b: Part<B>,
@@ -286,7 +288,16 @@ impl<'a, B: LoadExperts> Loader<'a, B> {
             (&wk, &shapes[2]),
             (&weights, &shapes[3]),
         ];
-        let input = self.stack(&parts[..if kind.indexer { 4 } else { 2 }])?;
+        let first = usize::from(c.q_lora == 0);
+        let input = self.stack(&parts[first..if kind.indexer { 4 } else { 2 }])?;
+        let queries = mla.heads * (mla.nope + mla.rope);
+        let (q_norm, q) = match c.q_lora {
+            0 => (None, self.one(&attn("q_proj"), &[queries, c.hidden])?),
+            rank => {
+                let norm = self.vector(&attn("q_a_layernorm"), rank)?;
+                (Some(norm), self.one(&attn("q_b_proj"), &[queries, rank])?)
+            }
+        };
         let indexer = if kind.indexer {
             Some(Indexer {
                 query: self.one(
@@ -301,11 +312,8 @@ impl<'a, B: LoadExperts> Loader<'a, B> {
         };
         Ok(Latent {
             input,
-            q_norm: self.vector(&attn("q_a_layernorm"), c.q_lora)?,
-            q_b: self.one(
-                &attn("q_b_proj"),
-                &[mla.heads * (mla.nope + mla.rope), c.q_lora],
-            )?,
+            q_norm,
+            q,
             kv_norm: self.vector(&attn("kv_a_layernorm"), mla.latent)?,
             kv_b: self.whole(
                 &attn("kv_b_proj"),
