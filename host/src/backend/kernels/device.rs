@@ -212,6 +212,11 @@ pub trait Device: Send + Sync {
     /// Launches that run again as one.
     type Recording;
 
+    /// Bytes of records that are read and checked while as many are copied, as layers are loaded: two buffers
+    /// of so much are pinned. Few enough for a server's L3 cache, so that what was copied there need not be read
+    /// from memory again.
+    const WAVE: usize = 64 << 20;
+
     /// For people: `cuda:0 NVIDIA H200`, `emulator`.
     fn describe(&self) -> String;
 

@@ -138,6 +138,9 @@ impl Device for EmulatedDevice {
     type Event = Arc<Mutex<Instant>>;
     type Recording = Tape;
 
+    /// So little that small models' layers come in several.
+    const WAVE: usize = 64 << 10;
+
     fn describe(&self) -> String {
         "emulator".into()
     }

@@ -3,6 +3,7 @@
 //! Nothing comes back to the host within a layer: assignments are grouped on the device, and the
 //! matmuls read there how many experts are active.
 
+mod hot;
 mod int8;
 mod load;
 mod matmuls;

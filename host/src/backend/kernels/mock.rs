@@ -168,6 +168,8 @@ impl<D: Device> Device for MockDevice<D> {
     type Event = D::Event;
     type Recording = D::Recording;
 
+    const WAVE: usize = D::WAVE;
+
     fn describe(&self) -> String {
         match self.faults.name {
             Some(name) => name.into(),

@@ -180,7 +180,7 @@ impl<D: Device> KernelBackend<D> {
     }
 
     /// Decodes the coded matrices of `args`' active experts to `args.scratch`.
-    fn decode(
+    pub(super) fn decode(
         &self,
         class: &Class<D::Memory>,
         decoded: &Decoded<'_, D::Memory>,

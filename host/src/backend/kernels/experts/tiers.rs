@@ -4,29 +4,25 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, RwLock, RwLockReadGuard};
 
-use cuda_std::mem::Slice;
-use gpu::abi::{self, MatrixDesc};
+use gpu::abi::MatrixDesc;
 use rayon::prelude::*;
 
+use super::hot::{Copies, HotPlaces};
 use super::load::{Places, drop_unused, record_descs};
 use super::moves::{self, Moves};
 use crate::archive::{Digest, Record};
 use crate::backend::cpu::{self, Cpu};
-use crate::backend::kernels::buffer::{Buffer, word};
+use crate::backend::kernels::buffer::Buffer;
 use crate::backend::kernels::device::{ALIGNMENT, Device, DeviceMemory};
 use crate::backend::kernels::error::{KernelError, Result};
 use crate::backend::kernels::ops::KernelBackend;
 use crate::backend::{Backend, LayerExperts, LoadExperts, TieredLayer};
 use crate::disk::reader::{BLOCK, DirectFile};
 use crate::disk::reads::{Reads, Way};
-use crate::expert::{ExpertShape, Form, MatrixKind, RawMatrix};
+use crate::expert::{ExpertShape, Form, RawMatrix};
 use crate::placement::{TIERS, Tier, Used};
 
 use super::Experts;
-
-/// Bytes of records that are read and checked while as many are copied; two such buffers are pinned. Few
-/// enough for a server's L3 cache, so that what was copied there need not be read from memory again.
-const WAVE: usize = 64 << 20;
 
 /// Parts of the stage, of which one is copied to while another is multiplied with.
 pub(super) const HALVES: usize = 2;
@@ -163,7 +159,7 @@ struct Loaded<'a> {
     record: Record<'a>,
     /// Where its record begins in its part of the buffer.
     skip: usize,
-    /// Decoded, where its tier is int4.
+    /// Decoded, where its tier is int4 and the host decodes.
     raw: Option<[RawMatrix<'static>; 3]>,
 }
 
@@ -181,8 +177,13 @@ fn keep(to: &mut [u8], from: &[(usize, &[u8])]) {
     (jobs.into_par_iter()).for_each(|(to, from)| to.copy_from_slice(from));
 }
 
-/// Reads an expert's record to `room`, checks it and decodes it if its tier asks for that.
-fn load<'a>(layer: &TieredLayer<'a>, expert: usize, room: &'a mut [u8]) -> Result<Loaded<'a>> {
+/// Reads an expert's record to `room`, checks it and decodes it if its tier asks for that and the device does not.
+fn load<'a>(
+    layer: &TieredLayer<'a>,
+    expert: usize,
+    room: &'a mut [u8],
+    device_decodes: bool,
+) -> Result<Loaded<'a>> {
     let (at, bytes) = layer.archive.place_of(layer.number, expert)?;
     let start = room.as_ptr().addr();
     let read = if layer.cached {
@@ -202,6 +203,7 @@ fn load<'a>(layer: &TieredLayer<'a>, expert: usize, room: &'a mut [u8]) -> Resul
     };
     let record = layer.archive.record_in(layer.number, expert, read)?;
     let raw = match layer.tiers[expert] {
+        Tier::VramHot if device_decodes => None,
         Tier::VramHot | Tier::RamRaw => Some(record.decode_all()?.map(|m| RawMatrix {
             packed: m.packed.into_owned().into(),
             scales: m.scales.into_owned().into(),
@@ -265,12 +267,6 @@ impl<D: Device> KernelBackend<D> {
             .collect();
         let records = layer.archive.layer(layer.number)?;
         let mut classes = self.coded_classes(&records, &shape)?;
-        let raw_parts = || {
-            MatrixKind::ALL.map(|kind| {
-                let (r, c) = shape.dims(kind);
-                (r * c / 2, 4 * shape.scales.count(r, c))
-            })
-        };
         // Where everything goes, before anything is read.
         let (mut device, mut host) = (Places::default(), Places::default());
         let mut at = vec![0; layer.tiers.len()];
@@ -285,10 +281,7 @@ impl<D: Device> KernelBackend<D> {
             at[e] = match tier {
                 Tier::VramHot => {
                     let at = device.bytes;
-                    for (packed, scales) in raw_parts() {
-                        device.take(packed);
-                        device.take(scales);
-                    }
+                    HotPlaces::take(&mut device, &shape);
                     at
                 }
                 Tier::VramAns => device.take(slot.unwrap_or(bytes)),
@@ -313,15 +306,23 @@ impl<D: Device> KernelBackend<D> {
             .map(|&e| Ok(layer.archive.place_of(layer.number, e)?.1))
             .collect::<Result<Vec<usize>>>()?;
         let room = read_slot(room.iter().copied().max().unwrap_or(0));
-        let wave = (WAVE / room).clamp(1, here.len().max(1));
+        let wave = (D::WAVE / room).clamp(1, here.len().max(1));
         let mut waves = self.waves(wave * room)?;
+        let mut hot = match here.iter().any(|e| layer.tiers[*e] == Tier::VramHot) {
+            true if self.decodes(&classes) => {
+                let waves = here.len().div_ceil(wave);
+                Some(self.hot(&records, &shape, (waves, wave), room)?)
+            }
+            _ => None,
+        };
+        let device_decodes = hot.is_some();
         let mut copying = false;
         for (n, these) in here.chunks(wave).enumerate() {
             // What was copied from this buffer two waves ago has been waited for one wave ago.
             let buffer = &mut waves[n % 2];
             let read: Vec<Loaded<'_>> = (these, buffer.par_chunks_mut(room))
                 .into_par_iter()
-                .map(|(e, room)| load(layer, *e, room))
+                .map(|(e, room)| load(layer, *e, room, device_decodes))
                 .collect::<Result<_>>()?;
             // The copies of the wave before end here, so that its buffer can be read into.
             if std::mem::take(&mut copying) {
@@ -329,9 +330,15 @@ impl<D: Device> KernelBackend<D> {
                 self.device().synchronize()?;
             }
             self.device().fork()?;
-            let (mut uploads, mut kept) = (Vec::new(), Vec::new());
+            // Beside the copies of this wave.
+            if let Some(hot) = &mut hot {
+                self.decode_wave(hot, &memory)?;
+            }
+            let (mut uploads, mut kept) = (Copies::new(), Vec::new());
             for (i, loaded) in read.into_iter().enumerate() {
                 let (e, record) = (these[i], loaded.record);
+                let from = i * room + loaded.skip;
+                let bytes = from..from + record.bytes.len();
                 let away = |classes: &mut _| -> Result<Away> {
                     let (file, bytes) = layer.archive.place_of(layer.number, e)?;
                     Ok(Away {
@@ -342,9 +349,19 @@ impl<D: Device> KernelBackend<D> {
                     })
                 };
                 places[e] = match (layer.tiers[e], loaded.raw) {
-                    (Tier::VramHot, Some(raw)) => {
-                        let own = &mut descs[3 * e..3 * e + 3];
-                        self.upload_raw(&memory, at[e], &shape, &raw, own)?;
+                    (Tier::VramHot, raw) => {
+                        let to = HotPlaces::take(&mut Places { bytes: at[e] }, &shape);
+                        let base = memory.memory().address();
+                        let own = match (raw, &mut hot) {
+                            (None, Some(hot)) => {
+                                hot.take(&record, (e, i), bytes, to, base, &shape, &mut uploads)?
+                            }
+                            (raw, _) => {
+                                let raw = raw.expect("the device or the host decodes");
+                                self.upload_hot(&memory, &to, &shape, &raw)?
+                            }
+                        };
+                        descs[3 * e..3 * e + 3].copy_from_slice(&own);
                         classes.iter_mut().for_each(|c| c.raw = true);
                         Place::Resident
                     }
@@ -361,8 +378,7 @@ impl<D: Device> KernelBackend<D> {
                         let base = memory.memory().address() + at[e] as u64;
                         let own = record_descs(&record, base, &shape, e, &mut classes)?;
                         descs[3 * e..3 * e + 3].copy_from_slice(&own);
-                        let from = i * room + loaded.skip;
-                        uploads.push((at[e], from..from + record.bytes.len()));
+                        uploads.push((at[e], bytes));
                         match slot {
                             Some(_) => Place::Slot(at[e], away(&mut classes)?),
                             None => Place::Resident,
@@ -372,16 +388,24 @@ impl<D: Device> KernelBackend<D> {
             }
             keep(&mut pinned, &kept);
             copying = !uploads.is_empty();
-            for (to, bytes) in uploads {
-                // SAFETY: nothing uses this memory before the last join below, and the buffer is
-                // written again after the wave in between has waited for its copies.
+            let landing = (hot.as_mut()).map(|hot| (std::mem::take(&mut hot.copies), &*hot));
+            let landing = landing.iter().flat_map(|(copies, hot)| {
+                (copies.iter()).map(|(to, bytes)| (hot.landing(), *to, bytes.clone()))
+            });
+            let uploads = (uploads.into_iter()).map(|(to, bytes)| (memory.memory(), to, bytes));
+            for (to, at, bytes) in landing.chain(uploads) {
+                // SAFETY: nothing uses this memory before the next join below: of the layer's these are
+                // places of their own, and the half that records land in was decoded from two waves ago. The
+                // buffer is written again after the wave in between has waited for its copies.
                 unsafe {
-                    self.device()
-                        .copy_beside(memory.memory(), to, &waves[n % 2], bytes)?;
+                    (self.device()).copy_beside(to, at, &waves[n % 2], bytes)?;
                 }
             }
         }
         self.device().join()?;
+        if let Some(hot) = &mut hot {
+            self.decode_wave(hot, &memory)?;
+        }
         self.device().synchronize()?;
         let mut cached = self
             .waves_cache()
@@ -445,37 +469,6 @@ impl<D: Device> KernelBackend<D> {
             let cache = backend.waves_cache().lock();
             cache.unwrap_or_else(PoisonError::into_inner).take();
         }
-    }
-
-    /// An expert as int4 from byte `at` of `memory` on.
-    fn upload_raw(
-        &self,
-        memory: &Buffer<u8, D::Memory>,
-        at: usize,
-        shape: &ExpertShape,
-        raw: &[RawMatrix<'_>; 3],
-        descs: &mut [MatrixDesc],
-    ) -> Result<()> {
-        let mut places = Places { bytes: at };
-        let base = memory.memory().address();
-        for (kind, (m, desc)) in MatrixKind::ALL.into_iter().zip(raw.iter().zip(descs)) {
-            let (rows, cols) = shape.dims(kind);
-            let packed = places.take(m.packed.len());
-            let scales = places.take(4 * m.scales.len());
-            self.device().upload(memory.memory(), packed, &m.packed)?;
-            let bytes = bytemuck::cast_slice(&m.scales);
-            self.device().upload(memory.memory(), scales, bytes)?;
-            *desc = MatrixDesc {
-                stream: Slice::new(base + packed as u64, (m.packed.len() / 4) as u64),
-                scales: Slice::new(base + scales as u64, m.scales.len() as u64),
-                codec: abi::CODEC_RAW,
-                scale_format: abi::SCALES_F32,
-                rows: word("rows", rows)?,
-                cols: word("columns", cols)?,
-                ..Default::default()
-            };
-        }
-        Ok(())
     }
 
     /// The stage, with room for `slots` records of `bytes` bytes. Layers share it, so `bytes` is that

@@ -1,0 +1,224 @@
+//! Experts to device memory as int4: their records are copied there and decoded by the device, so that int4 is
+//! loaded at the rate of records. What the device has no room to decode ([`KernelBackend::decodes`]) the host does.
+
+use std::ops::Range;
+
+use cuda_std::mem::Slice;
+use gpu::abi::{self, ExpertArgs, MatrixDesc};
+use gpu::coded_plan;
+
+use super::Class;
+use super::load::{Places, record_descs};
+use super::matmuls::Decoded;
+use crate::archive::{LayerRecords, Record};
+use crate::backend::Backend;
+use crate::backend::kernels::buffer::{Buffer, word};
+use crate::backend::kernels::device::{Device, DeviceMemory};
+use crate::backend::kernels::error::Result;
+use crate::backend::kernels::ops::KernelBackend;
+use crate::codec::Codec;
+use crate::expert::{ExpertShape, MatrixKind, RawMatrix};
+
+/// Where an expert's matrices and scales are in its layer's memory. Those of a class follow one another, as
+/// `decode_*` writes them.
+pub(super) struct HotPlaces {
+    packed: [usize; 3],
+    scales: [usize; 3],
+}
+
+impl HotPlaces {
+    pub fn take(places: &mut Places, shape: &ExpertShape) -> Self {
+        let bytes = |kind: MatrixKind| {
+            let (rows, cols) = shape.dims(kind);
+            (rows * cols / 2, 4 * shape.scales.count(rows, cols))
+        };
+        let (gate, down) = (bytes(MatrixKind::Gate), bytes(MatrixKind::Down));
+        let first = places.take(2 * gate.0);
+        Self {
+            packed: [first, first + gate.0, places.take(down.0)],
+            scales: MatrixKind::ALL.map(|kind| places.take(bytes(kind).1)),
+        }
+    }
+
+    /// The descriptor of a matrix whose layer is at address `base`.
+    fn desc(
+        &self,
+        kind: MatrixKind,
+        shape: &ExpertShape,
+        base: u64,
+        scale_format: u32,
+    ) -> Result<MatrixDesc> {
+        let (rows, cols) = shape.dims(kind);
+        let at = |place: usize| base + place as u64;
+        Ok(MatrixDesc {
+            stream: Slice::new(at(self.packed[kind as usize]), (rows * cols / 8) as u64),
+            scales: Slice::new(
+                at(self.scales[kind as usize]),
+                shape.scales.count(rows, cols) as u64,
+            ),
+            codec: abi::CODEC_RAW,
+            scale_format,
+            rows: word("rows", rows)?,
+            cols: word("columns", cols)?,
+            ..Default::default()
+        })
+    }
+}
+
+/// Copies of a wave: where to, and which bytes of its buffer.
+pub(super) type Copies = Vec<(usize, Range<usize>)>;
+
+/// Records on their way. Waves take turns in two halves: one is copied to while the other is decoded.
+pub(super) struct Hot<M: DeviceMemory> {
+    landing: [Buffer<u8, M>; 2],
+    descs: [Buffer<MatrixDesc, M>; 2],
+    /// The record at each place of a half, of one token each, as `decode_*` asks for.
+    active: Buffer<[u32; 4], M>,
+    n_active: Buffer<u32, M>,
+    /// What is decoded with, learning what there is.
+    classes: [Class<M>; 2],
+    /// Bytes of a record's place.
+    room: usize,
+    /// The wave that comes: its half, descriptors, and places.
+    coming: (usize, Vec<MatrixDesc>, Vec<(usize, HotPlaces)>),
+    /// Copies of that to its half.
+    pub copies: Copies,
+}
+
+impl<M: DeviceMemory> Hot<M> {
+    /// The half that the wave's records go to.
+    pub fn landing(&self) -> &M {
+        self.landing[self.coming.0].memory()
+    }
+
+    /// Takes the record of number `i` of a wave, at `bytes` of its buffer; `uploads` gets what goes to its place
+    /// in the layer's memory as it is. Descriptors of that.
+    #[allow(clippy::too_many_arguments)]
+    pub fn take(
+        &mut self,
+        record: &Record<'_>,
+        (expert, i): (usize, usize),
+        bytes: Range<usize>,
+        places: HotPlaces,
+        base: u64,
+        shape: &ExpertShape,
+        uploads: &mut Copies,
+    ) -> Result<[MatrixDesc; 3]> {
+        let to = i * self.room;
+        let landed = self.landing().address() + to as u64;
+        let coded = record_descs(record, landed, shape, expert, &mut self.classes)?;
+        let mut descs = [MatrixDesc::default(); 3];
+        for kind in MatrixKind::ALL {
+            let k = kind as usize;
+            let matrix = record.matrix(kind);
+            let part = |r: &Range<usize>| bytes.start + r.start..bytes.start + r.end;
+            uploads.push((places.scales[k], part(&matrix.scales)));
+            if matches!(matrix.codec, Codec::Raw) {
+                uploads.push((places.packed[k], part(&matrix.stream)));
+            }
+            descs[k] = places.desc(kind, shape, base, coded[k].scale_format)?;
+        }
+        self.copies.push((to, bytes));
+        self.coming.1[3 * i..3 * i + 3].copy_from_slice(&coded);
+        self.coming.2.push((i, places));
+        Ok(descs)
+    }
+}
+
+impl<D: Device> KernelBackend<D> {
+    /// An expert that the host decoded, to its places in `memory`.
+    pub(super) fn upload_hot(
+        &self,
+        memory: &Buffer<u8, D::Memory>,
+        places: &HotPlaces,
+        shape: &ExpertShape,
+        raw: &[RawMatrix<'_>; 3],
+    ) -> Result<[MatrixDesc; 3]> {
+        let base = memory.memory().address();
+        let mut descs = [MatrixDesc::default(); 3];
+        for (kind, m) in MatrixKind::ALL.into_iter().zip(raw) {
+            let k = kind as usize;
+            (self.device()).upload(memory.memory(), places.packed[k], &m.packed)?;
+            let scales = bytemuck::cast_slice(&m.scales);
+            (self.device()).upload(memory.memory(), places.scales[k], scales)?;
+            descs[k] = places.desc(kind, shape, base, abi::SCALES_F32)?;
+        }
+        Ok(descs)
+    }
+
+    /// Whether the device has room to decode what `classes` have tables for.
+    pub(super) fn decodes(&self, classes: &[Class<D::Memory>; 2]) -> bool {
+        let limits = self.device().limits();
+        let mut coded = classes.iter().filter_map(|c| c.coded.as_ref());
+        coded.all(|c| coded_plan::decode_rans(limits, c.symbol, 1).is_ok())
+    }
+
+    /// For `waves` waves of `wave` records of up to `room` bytes.
+    pub(super) fn hot(
+        &self,
+        records: &LayerRecords<'_>,
+        shape: &ExpertShape,
+        (waves, wave): (usize, usize),
+        room: usize,
+    ) -> Result<Hot<D::Memory>> {
+        let active: Vec<[u32; 4]> = (0..wave as u32).map(|i| [i, i, 1, 0]).collect();
+        let none = vec![MatrixDesc::default(); 3 * wave];
+        let second = if waves > 1 { wave } else { 0 };
+        Ok(Hot {
+            landing: [self.scratch(wave * room)?, self.scratch(second * room)?],
+            descs: [self.scratch(3 * wave)?, self.scratch(3 * second)?],
+            active: self.upload(&active)?,
+            n_active: self.upload(&[wave as u32])?,
+            classes: self.coded_classes(records, shape)?,
+            room,
+            coming: (0, none, Vec::new()),
+            copies: Vec::new(),
+        })
+    }
+
+    /// Begins the next wave: what was copied of the one before is decoded to its places in `memory`, the layer's.
+    /// To be called where the stream waits for these copies; those of the next wave go beside it.
+    pub(super) fn decode_wave(
+        &self,
+        hot: &mut Hot<D::Memory>,
+        memory: &Buffer<u8, D::Memory>,
+    ) -> Result<()> {
+        let (half, descs, wave) = &mut hot.coming;
+        let wave = std::mem::take(wave);
+        if wave.is_empty() {
+            return Ok(());
+        }
+        let device_descs = &hot.descs[*half];
+        let bytes = bytemuck::cast_slice(descs);
+        self.device().upload(device_descs.memory(), 0, bytes)?;
+        descs.fill(MatrixDesc::default());
+        *half = 1 - *half;
+        for (i, places) in wave {
+            for class in &hot.classes {
+                let words = class.count * class.rows * class.folds.cols / 8;
+                let at = places.packed[class.first] / 4;
+                let args = ExpertArgs {
+                    descs: device_descs.slice(),
+                    active: hot.active.slice(),
+                    n_active: hot.n_active.slice(),
+                    scratch: memory.memory().slice::<u32>(at, words),
+                    faults: self.faults().slice(),
+                    first: class.first as u32,
+                    count: class.count as u32,
+                    active_begin: i as u32,
+                    active_end: i as u32 + 1,
+                    min_tokens: 1,
+                    max_tokens: u32::MAX,
+                    ..Default::default()
+                }
+                .with_shape(class.rows, &class.folds);
+                let decoded = Decoded {
+                    coded: class.coded.as_ref().filter(|c| c.blocks > 0),
+                    plane3: class.plane3.as_ref(),
+                };
+                self.decode(class, &decoded, args)?;
+            }
+        }
+        Ok(())
+    }
+}
