@@ -77,33 +77,38 @@ pub(super) struct Hot<M: DeviceMemory> {
     n_active: Buffer<u32, M>,
     /// What is decoded with, learning what there is.
     classes: [Class<M>; 2],
-    /// Bytes of a record's place.
+    shape: ExpertShape,
+    /// Address of the layer's memory.
+    base: u64,
+    /// Bytes of a record's place in a half.
     room: usize,
-    /// The wave that comes: its half, descriptors, and places.
-    coming: (usize, Vec<MatrixDesc>, Vec<(usize, HotPlaces)>),
-    /// Copies of that to its half.
+    /// The half that the wave goes to which is on its way.
+    half: usize,
+    /// Its records' descriptors, by their places in the half.
+    coded: Vec<MatrixDesc>,
+    /// Those places, and where in the layer's memory each is decoded to.
+    wave: Vec<(usize, HotPlaces)>,
+    /// Its copies to the half.
     pub copies: Copies,
 }
 
 impl<M: DeviceMemory> Hot<M> {
     /// The half that the wave's records go to.
     pub fn landing(&self) -> &M {
-        self.landing[self.coming.0].memory()
+        self.landing[self.half].memory()
     }
 
     /// Takes the record of number `i` of a wave, at `bytes` of its buffer; `uploads` gets what goes to its place
     /// in the layer's memory as it is. Descriptors of that.
-    #[allow(clippy::too_many_arguments)]
     pub fn take(
         &mut self,
         record: &Record<'_>,
         (expert, i): (usize, usize),
         bytes: Range<usize>,
         places: HotPlaces,
-        base: u64,
-        shape: &ExpertShape,
         uploads: &mut Copies,
     ) -> Result<[MatrixDesc; 3]> {
+        let (base, shape) = (self.base, &self.shape);
         let to = i * self.room;
         let landed = self.landing().address() + to as u64;
         let coded = record_descs(record, landed, shape, expert, &mut self.classes)?;
@@ -119,8 +124,8 @@ impl<M: DeviceMemory> Hot<M> {
             descs[k] = places.desc(kind, shape, base, coded[k].scale_format)?;
         }
         self.copies.push((to, bytes));
-        self.coming.1[3 * i..3 * i + 3].copy_from_slice(&coded);
-        self.coming.2.push((i, places));
+        self.coded[3 * i..3 * i + 3].copy_from_slice(&coded);
+        self.wave.push((i, places));
         Ok(descs)
     }
 }
@@ -153,52 +158,55 @@ impl<D: Device> KernelBackend<D> {
         coded.all(|c| coded_plan::decode_rans(limits, c.symbol, 1).is_ok())
     }
 
-    /// For `waves` waves of `wave` records of up to `room` bytes.
+    /// For `waves` waves of `wave` records of up to `room` bytes, decoded to `memory`, the layer's.
     pub(super) fn hot(
         &self,
         records: &LayerRecords<'_>,
-        shape: &ExpertShape,
+        shape: ExpertShape,
+        memory: &Buffer<u8, D::Memory>,
         (waves, wave): (usize, usize),
         room: usize,
     ) -> Result<Hot<D::Memory>> {
         let active: Vec<[u32; 4]> = (0..wave as u32).map(|i| [i, i, 1, 0]).collect();
-        let none = vec![MatrixDesc::default(); 3 * wave];
         let second = if waves > 1 { wave } else { 0 };
         Ok(Hot {
             landing: [self.scratch(wave * room)?, self.scratch(second * room)?],
             descs: [self.scratch(3 * wave)?, self.scratch(3 * second)?],
             active: self.upload(&active)?,
             n_active: self.upload(&[wave as u32])?,
-            classes: self.coded_classes(records, shape)?,
+            classes: self.coded_classes(records, &shape)?,
+            shape,
+            base: memory.memory().address(),
             room,
-            coming: (0, none, Vec::new()),
+            half: 0,
+            coded: vec![MatrixDesc::default(); 3 * wave],
+            wave: Vec::new(),
             copies: Vec::new(),
         })
     }
 
-    /// Begins the next wave: what was copied of the one before is decoded to its places in `memory`, the layer's.
-    /// To be called where the stream waits for these copies; those of the next wave go beside it.
+    /// Begins the next wave: what was copied of the one before is decoded to its places in `memory`. To be
+    /// called where the stream waits for these copies; those of the next wave go beside it.
     pub(super) fn decode_wave(
         &self,
         hot: &mut Hot<D::Memory>,
         memory: &Buffer<u8, D::Memory>,
     ) -> Result<()> {
-        let (half, descs, wave) = &mut hot.coming;
-        let wave = std::mem::take(wave);
+        let wave = std::mem::take(&mut hot.wave);
         if wave.is_empty() {
             return Ok(());
         }
-        let device_descs = &hot.descs[*half];
-        let bytes = bytemuck::cast_slice(descs);
-        self.device().upload(device_descs.memory(), 0, bytes)?;
-        descs.fill(MatrixDesc::default());
-        *half = 1 - *half;
+        let descs = &hot.descs[hot.half];
+        let bytes = bytemuck::cast_slice(&hot.coded);
+        self.device().upload(descs.memory(), 0, bytes)?;
+        hot.coded.fill(MatrixDesc::default());
+        hot.half = 1 - hot.half;
         for (i, places) in wave {
             for class in &hot.classes {
                 let words = class.count * class.rows * class.folds.cols / 8;
                 let at = places.packed[class.first] / 4;
                 let args = ExpertArgs {
-                    descs: device_descs.slice(),
+                    descs: descs.slice(),
                     active: hot.active.slice(),
                     n_active: hot.n_active.slice(),
                     scratch: memory.memory().slice::<u32>(at, words),

@@ -311,7 +311,7 @@ impl<D: Device> KernelBackend<D> {
         let mut hot = match here.iter().any(|e| layer.tiers[*e] == Tier::VramHot) {
             true if self.decodes(&classes) => {
                 let waves = here.len().div_ceil(wave);
-                Some(self.hot(&records, &shape, (waves, wave), room)?)
+                Some(self.hot(&records, shape, &memory, (waves, wave), room)?)
             }
             _ => None,
         };
@@ -351,10 +351,9 @@ impl<D: Device> KernelBackend<D> {
                 places[e] = match (layer.tiers[e], loaded.raw) {
                     (Tier::VramHot, raw) => {
                         let to = HotPlaces::take(&mut Places { bytes: at[e] }, &shape);
-                        let base = memory.memory().address();
                         let own = match (raw, &mut hot) {
                             (None, Some(hot)) => {
-                                hot.take(&record, (e, i), bytes, to, base, &shape, &mut uploads)?
+                                hot.take(&record, (e, i), bytes, to, &mut uploads)?
                             }
                             (raw, _) => {
                                 let raw = raw.expect("the device or the host decodes");
