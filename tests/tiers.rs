@@ -8,6 +8,7 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use assert_cmd::Command;
+use gpu::launch::DeviceLimits;
 use host::archive::{Archive, PackOptions, Record, pack};
 use host::backend::kernels::{
     CudaDevice, Device, DeviceError, EmulatedDevice, Faults, KernelBackend, KernelError, MockDevice,
@@ -405,6 +406,23 @@ fn seed() -> u64 {
     seed
 }
 
+/// int4 that the host decodes, where the device has no room for a table.
+#[test]
+fn the_host_decodes_what_a_device_cannot() {
+    let small = DeviceLimits {
+        shared_per_block: 4 << 10,
+        ..EmulatedDevice::LIMITS
+    };
+    let b = KernelBackend::new(EmulatedDevice::new(small)).unwrap();
+    let layer = Layer::new(ScaleKind::Row);
+    let refused = layer.tiered(&b, &[Tier::VramAns; EXPERTS], TOP_K, Form::Fused);
+    assert!(refused.err().unwrap().to_string().contains("shared memory"));
+    let expected = layer.whole(&Reference, Form::Fused);
+    let placed = layer.tiered(&b, &[Tier::VramHot; EXPERTS], TOP_K, Form::Fused);
+    let (case, placed) = (Case::new(1, seed()), placed.unwrap());
+    assert!(case.run(&b, &placed).unwrap() == case.run(&Reference, &expected).unwrap());
+}
+
 #[test]
 fn tiers_give_the_same_bits() {
     same_bits(&mock(Faults::default()), seed());
@@ -516,7 +534,7 @@ fn failures_are_errors_and_leave_nothing_behind() {
 }
 
 /// Rates with which every tier is worth something.
-const RATES: &str = r#"{"version": 7, "machine": "made up", "rates": {
+const RATES: &str = r#"{"version": 8, "machine": "made up", "rates": {
     "hot": {"fixed": 4e-5, "each": 5e-6}, "ans": {"fixed": 1e-4, "each": 8e-6},
     "plane3": {"fixed": 4e-5, "each": 4e-6},
     "cpu": {"fixed": 2e-5, "each": 1e-4}, "upload": {"fixed": 1e-5, "each": 2e-8},

@@ -302,6 +302,11 @@ impl Device for CudaDevice {
         &self.inner.limits
     }
 
+    fn trim(&self) -> Result<(), DeviceError> {
+        let _turn = self.inner.enter()?;
+        self.inner.trim()
+    }
+
     fn allocate(&self, bytes: usize) -> Result<CudaMemory, DeviceError> {
         let inner = &self.inner;
         let _turn = inner.enter()?;

@@ -226,6 +226,11 @@ pub trait Device: Send + Sync {
     /// `bytes` bytes with any content, aligned to [`ALIGNMENT`]; from a pool.
     fn allocate(&self, bytes: usize) -> Result<Self::Memory, DeviceError>;
 
+    /// Gives the memory that the pool holds, and nobody else, back to the driver.
+    fn trim(&self) -> Result<(), DeviceError> {
+        Ok(())
+    }
+
     /// Sets `bytes` bytes from `offset` on to `value`.
     fn fill(
         &self,

@@ -83,6 +83,17 @@ pub enum KernelError {
         /// How many.
         jobs: u32,
     },
+    /// The same, as they were loaded.
+    #[error(
+        "layer {layer}: {jobs} blocks of its experts did not decode: the archive is corrupt; run \
+         `host verify`"
+    )]
+    CorruptLayer {
+        /// The layer.
+        layer: u32,
+        /// How many.
+        jobs: u32,
+    },
 }
 
 pub(super) type Result<T> = std::result::Result<T, KernelError>;

@@ -15,6 +15,7 @@ mod rans;
 mod tiers;
 mod timed;
 
+pub(super) use hot::Landing;
 use int8::Low;
 pub(super) use tiers::Stage;
 pub use timed::Prepared;

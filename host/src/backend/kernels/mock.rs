@@ -203,6 +203,11 @@ impl<D: Device> Device for MockDevice<D> {
         })
     }
 
+    fn trim(&self) -> Result<(), DeviceError> {
+        self.call("trim")?;
+        self.inner.trim()
+    }
+
     fn fill(
         &self,
         memory: &Self::Memory,

@@ -10,7 +10,7 @@ use cuda_std::mem::Slice;
 use super::buffer::{Buffer, View, blocks, input, output, view, word};
 use super::device::{Device, DeviceMemory, Launch};
 use super::error::{KernelError, Result};
-use super::experts::{Experts, Stage};
+use super::experts::{Experts, Landing, Stage};
 use super::record::Recorded;
 use super::split::Kept;
 use super::table::*;
@@ -28,6 +28,8 @@ pub struct KernelBackend<D: Device> {
     stage: Mutex<Option<Arc<Stage<D::Memory>>>>,
     /// What experts are loaded through, between layers.
     waves: Mutex<Option<[<D::Memory as DeviceMemory>::Host; 2]>>,
+    /// What records land in that the device decodes as layers are loaded, between layers.
+    landing: Mutex<Option<Landing<D::Memory>>>,
     /// Other devices, which have experts alone.
     peers: Vec<KernelBackend<D>>,
     /// u32 `[1]`: position of the token of a recorded pass.
@@ -84,6 +86,7 @@ impl<D: Device> KernelBackend<D> {
             position,
             stage: Mutex::default(),
             waves: Mutex::default(),
+            landing: Mutex::default(),
             peers: others.into_iter().map(Self::new).collect::<Result<_>>()?,
             span: Mutex::default(),
             refused: AtomicBool::new(false),
@@ -182,6 +185,11 @@ impl<D: Device> KernelBackend<D> {
     /// Pinned buffers that experts are loaded through.
     pub(super) fn waves_cache(&self) -> &Mutex<Option<[<D::Memory as DeviceMemory>::Host; 2]>> {
         &self.waves
+    }
+
+    /// Device memory that records land in to be decoded.
+    pub(super) fn landing_cache(&self) -> &Mutex<Option<Landing<D::Memory>>> {
+        &self.landing
     }
 
     /// Where the kernels count blocks that did not decode.

@@ -2,6 +2,7 @@
 //! loaded at the rate of records. What the device has no room to decode ([`KernelBackend::decodes`]) the host does.
 
 use std::ops::Range;
+use std::sync::PoisonError;
 
 use cuda_std::mem::Slice;
 use gpu::abi::{self, ExpertArgs, MatrixDesc};
@@ -14,7 +15,7 @@ use crate::archive::{LayerRecords, Record};
 use crate::backend::Backend;
 use crate::backend::kernels::buffer::{Buffer, word};
 use crate::backend::kernels::device::{Device, DeviceMemory};
-use crate::backend::kernels::error::Result;
+use crate::backend::kernels::error::{KernelError, Result};
 use crate::backend::kernels::ops::KernelBackend;
 use crate::codec::Codec;
 use crate::expert::{ExpertShape, MatrixKind, RawMatrix};
@@ -68,9 +69,12 @@ impl HotPlaces {
 /// Copies of a wave: where to, and which bytes of its buffer.
 pub(super) type Copies = Vec<(usize, Range<usize>)>;
 
+/// What records land in, two halves.
+pub type Landing<M> = [Buffer<u8, M>; 2];
+
 /// Records on their way. Waves take turns in two halves: one is copied to while the other is decoded.
 pub(super) struct Hot<M: DeviceMemory> {
-    landing: [Buffer<u8, M>; 2],
+    pub landing: Landing<M>,
     descs: [Buffer<MatrixDesc, M>; 2],
     /// The record at each place of a half, of one token each, as `decode_*` asks for.
     active: Buffer<[u32; 4], M>,
@@ -123,6 +127,11 @@ impl<M: DeviceMemory> Hot<M> {
             }
             descs[k] = places.desc(kind, shape, base, coded[k].scale_format)?;
         }
+        let raw = |kind| matches!(record.matrix(kind).codec, Codec::Raw);
+        if MatrixKind::ALL.into_iter().all(raw) {
+            // Nothing is decoded of it.
+            return Ok(descs);
+        }
         self.copies.push((to, bytes));
         self.coded[3 * i..3 * i + 3].copy_from_slice(&coded);
         self.wave.push((i, places));
@@ -167,10 +176,23 @@ impl<D: Device> KernelBackend<D> {
         (waves, wave): (usize, usize),
         room: usize,
     ) -> Result<Hot<D::Memory>> {
+        // Of one size for layers of several waves, whose largest records differ.
+        let size = if waves > 1 {
+            D::WAVE.max(room)
+        } else {
+            wave * room
+        };
+        let sizes = [size, if waves > 1 { size } else { 0 }];
+        let cache = self.landing_cache().lock();
+        let before = cache.unwrap_or_else(PoisonError::into_inner).take();
+        let landing = match before {
+            Some(there) if (there.iter().zip(sizes)).all(|(l, size)| l.len() >= size) => there,
+            _ => [self.scratch(sizes[0])?, self.scratch(sizes[1])?],
+        };
         let active: Vec<[u32; 4]> = (0..wave as u32).map(|i| [i, i, 1, 0]).collect();
         let second = if waves > 1 { wave } else { 0 };
         Ok(Hot {
-            landing: [self.scratch(wave * room)?, self.scratch(second * room)?],
+            landing,
             descs: [self.scratch(3 * wave)?, self.scratch(3 * second)?],
             active: self.upload(&active)?,
             n_active: self.upload(&[wave as u32])?,
@@ -183,6 +205,17 @@ impl<D: Device> KernelBackend<D> {
             wave: Vec::new(),
             copies: Vec::new(),
         })
+    }
+
+    /// Whether all blocks that the device was given to decode did, which has been waited for.
+    pub(super) fn decoded(&self, layer: u32) -> Result<()> {
+        let mut jobs = [0u32];
+        let word = bytemuck::cast_slice_mut(&mut jobs);
+        self.device().download(self.faults().memory(), 0, word)?;
+        match jobs {
+            [0] => Ok(()),
+            [jobs] => Err(KernelError::CorruptLayer { layer, jobs }),
+        }
     }
 
     /// Begins the next wave: what was copied of the one before is decoded to its places in `memory`. To be

@@ -406,6 +406,11 @@ impl<D: Device> KernelBackend<D> {
             self.decode_wave(hot, &memory)?;
         }
         self.device().synchronize()?;
+        if let Some(hot) = hot {
+            self.decoded(layer.number)?;
+            let cache = self.landing_cache().lock();
+            *cache.unwrap_or_else(PoisonError::into_inner) = Some(hot.landing);
+        }
         let mut cached = self
             .waves_cache()
             .lock()
@@ -462,11 +467,18 @@ impl<D: Device> KernelBackend<D> {
         Ok([one()?, one()?])
     }
 
-    /// Gives the pinned buffers that layers are loaded through back.
+    /// Gives the buffers that layers are loaded through back, those in device memory to the driver.
     pub(super) fn drop_waves(&self) {
         for backend in std::iter::once(self).chain(self.peers()) {
             let cache = backend.waves_cache().lock();
             cache.unwrap_or_else(PoisonError::into_inner).take();
+            let cache = backend.landing_cache().lock();
+            let landing = cache.unwrap_or_else(PoisonError::into_inner).take();
+            if landing.is_some() {
+                drop(landing);
+                // What is not given back now is when memory runs out.
+                let _ = backend.device().trim();
+            }
         }
     }
 
