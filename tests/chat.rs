@@ -84,7 +84,27 @@ fn templates_that_do_not_render_are_one_line() {
     let file = dir.path().join("chat_template.jinja");
     let many = "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}";
     let raises = "{{ raise_exception('one\ntwo') }}";
-    for (source, says) in [(many, "ran out of fuel"), (raises, "one two")] {
+    let cases = [
+        (many.to_string(), "ran out of fuel"),
+        (raises.into(), "one two"),
+    ];
+    let within = |how: &str, then: &str| format!("{{% set ns = namespace(a=1) %}}{how}{then}");
+    let itself = "{% set ns.a = ns %}";
+    let key = "{% for i in range(300) %}{% set ns.a = {ns.a: 1} %}{% endfor %}";
+    let twice = "{% for i in range(40) %}{% set ns.a = [ns.a, ns.a] %}{% endfor %}";
+    let [deep, long] = ["nested too deeply", "too long"];
+    let values = [
+        (within(itself, "{{ ns }}"), deep),
+        (within(itself, "{{ ns | string }}"), deep),
+        (within(itself, "{{ [ns] | reverse }}"), deep),
+        (within(itself, "{{ ns | tojson }}"), deep),
+        (within(itself, "{{ raise_exception(ns) }}"), deep),
+        (within(key, "{{ ns.a }}"), deep),
+        (within(key, "{{ ns.a | tojson }}"), deep),
+        (within(twice, "{{ ns.a }}"), long),
+        (within(twice, "{{ ns.a | tojson }}"), long),
+    ];
+    for (source, says) in cases.into_iter().chain(values) {
         fs::write(&file, source).unwrap();
         let e = Template::read(dir.path()).unwrap().render(&[], false);
         let e = e.unwrap_err().to_string();

@@ -8,6 +8,12 @@ use minijinja_contrib::pycompat::unknown_method_callback;
 /// Steps of a rendering at most, some seconds. A conversation takes a few hundred a message.
 const FUEL: u64 = 50_000_000;
 
+/// Lists within lists that are written. A namespace may hold itself.
+const NESTED: usize = 200;
+
+/// Bytes that the text of a value may have. Lists that hold one other several times double with each level.
+const WRITTEN: usize = 1 << 24;
+
 /// An environment with one template, `chat`.
 pub fn environment(source: &str) -> Result<Environment<'static>, Error> {
     let mut env = Environment::new();
@@ -20,8 +26,8 @@ pub fn environment(source: &str) -> Result<Environment<'static>, Error> {
     env.add_filter("length", length);
     env.add_filter("count", length);
     env.add_filter("string", |value: &Value| text(value));
-    env.add_function("raise_exception", |text: String| -> Result<String, Error> {
-        Err(wrong(text))
+    env.add_function("raise_exception", |what: &Value| -> Result<String, Error> {
+        Err(wrong(text(what)?))
     });
     env.add_function("strftime_now", strftime_now);
     env.add_template_owned("chat", without_generation(source))?;
@@ -79,8 +85,23 @@ fn text(value: &Value) -> Result<String, Error> {
     match value.as_str() {
         Some(text) => Ok(text.into()),
         None if value.is_undefined() => Ok(String::new()),
-        None => repr(value),
+        None => {
+            let mut out = String::new();
+            repr(value, 0, &mut out)?;
+            Ok(out)
+        }
     }
+}
+
+/// Refuses what nests too deeply, or has grown too long.
+fn bounded(depth: usize, out: &str) -> Result<(), Error> {
+    if depth > NESTED {
+        return Err(wrong("a value that is nested too deeply to be written"));
+    }
+    if out.len() > WRITTEN {
+        return Err(wrong("a value that is too long to be written"));
+    }
+    Ok(())
 }
 
 /// Of what is undefined 0.
@@ -93,27 +114,34 @@ fn length(value: &Value) -> Result<usize, Error> {
 }
 
 /// Python's `repr`, which is `str` too of all but strings.
-fn repr(value: &Value) -> Result<String, Error> {
-    Ok(match value.kind() {
-        ValueKind::None => "None".into(),
-        ValueKind::Bool if value.is_true() => "True".into(),
-        ValueKind::Bool => "False".into(),
-        ValueKind::Number => number(value),
-        ValueKind::String => quoted(value.as_str().unwrap_or_default()),
-        ValueKind::Seq => {
-            let items: Vec<String> = value
-                .try_iter()?
-                .map(|v| repr(&v))
-                .collect::<Result<_, _>>()?;
-            format!("[{}]", items.join(", "))
+fn repr(value: &Value, depth: usize, out: &mut String) -> Result<(), Error> {
+    bounded(depth, out)?;
+    match value.kind() {
+        ValueKind::None => out.push_str("None"),
+        ValueKind::Bool => out.push_str(if value.is_true() { "True" } else { "False" }),
+        ValueKind::Number => out.push_str(&number(value)),
+        ValueKind::String => out.push_str(&quoted(value.as_str().unwrap_or_default())),
+        ValueKind::Seq | ValueKind::Iterable if value.len().is_some() => {
+            out.push('[');
+            for (i, item) in value.try_iter()?.enumerate() {
+                out.push_str(if i > 0 { ", " } else { "" });
+                repr(&item, depth + 1, out)?;
+            }
+            out.push(']');
         }
         ValueKind::Map => {
-            let pair = |k: Value| Ok(format!("{}: {}", repr(&k)?, repr(&value.get_item(&k)?)?));
-            let items: Vec<String> = value.try_iter()?.map(pair).collect::<Result<_, Error>>()?;
-            format!("{{{}}}", items.join(", "))
+            out.push('{');
+            for (i, key) in value.try_iter()?.enumerate() {
+                out.push_str(if i > 0 { ", " } else { "" });
+                repr(&key, depth + 1, out)?;
+                out.push_str(": ");
+                repr(&value.get_item(&key)?, depth + 1, out)?;
+            }
+            out.push('}');
         }
-        _ => value.to_string(),
-    })
+        _ => out.push_str(&value.to_string()),
+    }
+    Ok(())
 }
 
 /// A string as Python writes it in a list.
@@ -218,6 +246,7 @@ struct Json {
 
 impl Json {
     fn put(&mut self, value: &Value, depth: usize) -> Result<(), Error> {
+        bounded(depth, &self.out)?;
         match value.kind() {
             ValueKind::None => self.out.push_str("null"),
             ValueKind::Bool => self
@@ -250,7 +279,7 @@ impl Json {
                         Some(key) => this.text(key),
                         None => {
                             this.out.push('"');
-                            this.put(&keys[i], depth)?;
+                            this.put(&keys[i], depth + 1)?;
                             this.out.push('"');
                         }
                     }
