@@ -96,6 +96,30 @@ fn equal_experts_share_records() {
     }
 }
 
+/// An archive that does not get its name is gone on with.
+#[test]
+fn a_whole_archive_without_its_name_is_kept() {
+    let dir = tempfile::tempdir().unwrap();
+    let (whole, path) = (dir.path().join("a.ansx"), dir.path().join("b.ansx"));
+    let source = Memory::gaussian(shape(128, 64, ScaleKind::Row), &[1], 4, true);
+    let o = PackOptions {
+        resume: true,
+        ..PackOptions::default()
+    };
+    pack(&source, &o, &whole, |_| (), || false).unwrap();
+    // What takes its place while it is packed.
+    let folder = |_| {
+        let _ = std::fs::create_dir(&path);
+    };
+    let e = pack(&source, &o, &path, folder, || false).unwrap_err();
+    let says = ["rename to", "the same command with --resume goes on"];
+    assert!(says.iter().all(|t| e.to_string().contains(t)), "{e}");
+    std::fs::remove_dir(&path).unwrap();
+    let s = pack(&source, &o, &path, |_| (), || false).unwrap();
+    assert_eq!(s.kept, 4);
+    assert!(std::fs::read(&path).unwrap() == std::fs::read(&whole).unwrap());
+}
+
 /// A source that takes its time, and how many ask it at once.
 struct Slow {
     source: Memory,

@@ -447,8 +447,7 @@ fn a_full_disk_is_gone_on_with() {
     let (whole, file) = (dir.path().join("a.ansx"), dir.path().join("b.ansx"));
     let bytes = packed(&whole).len();
     let pack = |blocks: usize| {
-        // In the place of a disk: the size that a file may have, in units of 512 bytes.
-        let limited = format!("trap '' XFSZ; ulimit -f {blocks}; exec \"$0\" \"$@\"");
+        let limited = support::full_at(blocks);
         let mut command = Command::new("sh");
         command.args([
             "-c",

@@ -834,13 +834,6 @@ fn files_for_later_have_a_directory() {
     }
 }
 
-/// A command line for sh that runs another one with files of so many times 512 bytes at most: in the place
-/// of a full disk.
-#[cfg(target_os = "linux")]
-fn full_at(blocks: usize) -> String {
-    format!("trap '' XFSZ; ulimit -f {blocks}; exec \"$0\" \"$@\"")
-}
-
 /// Of what is written at the end, one that fails takes none of the others with it.
 #[test]
 #[cfg(target_os = "linux")]
@@ -849,7 +842,12 @@ fn files_are_written_one_by_one() {
     let at = |name: &str| dir.path().join(name);
     // Logits are half of that, the trace is more.
     let mut command = Command::new("sh");
-    command.args(["-c", &full_at(8), env!("CARGO_BIN_EXE_host"), "generate"]);
+    command.args([
+        "-c",
+        &support::full_at(8),
+        env!("CARGO_BIN_EXE_host"),
+        "generate",
+    ]);
     command.args(["--device", "cpu", "-m"]);
     let ids = vec!["5"; 60].join(",");
     command.arg(tiny()).args(["--prompt-ids", &ids, "-n", "1"]);
@@ -862,6 +860,47 @@ fn files_are_written_one_by_one() {
     assert!(says.iter().all(|text| error.contains(text)), "{error}");
     assert!(at("usage").exists() && at("logits").exists());
     assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 2);
+}
+
+/// Whatever fails is said: the answer's own failure is the error, the others are warned of.
+#[test]
+#[cfg(target_os = "linux")]
+fn every_failure_is_said() {
+    let dir = tempfile::tempdir().unwrap();
+    let run = |stdout: std::process::Stdio| {
+        let mut command = std::process::Command::new("sh");
+        command.args(["-c", &support::full_at(0), env!("CARGO_BIN_EXE_host")]);
+        command.args(["generate", "--device", "cpu", "-n", "1", "-p", "We", "-m"]);
+        command.arg(sotu());
+        for name in ["usage", "trace", "logits"] {
+            command.arg(format!("--{name}")).arg(dir.path().join(name));
+        }
+        let command = command.stdout(stdout).stderr(std::process::Stdio::piped());
+        let out = command.spawn().unwrap().wait_with_output().unwrap();
+        assert_eq!(out.status.code(), Some(1));
+        String::from_utf8(out.stderr).unwrap()
+    };
+    let full = fs::File::options().write(true).open("/dev/full").unwrap();
+    let (unread, broken) = std::io::pipe().unwrap();
+    drop(unread);
+    let cases = [
+        (full.into(), "standard output: "),
+        (std::process::Stdio::null(), "usage: "),
+        // Who does not read the text is not told so.
+        (broken.into(), "usage: "),
+    ];
+    for (stdout, error) in cases {
+        let said = run(stdout);
+        let line = |what: &str, kind: &str| {
+            let mut lines = said.lines();
+            lines.any(|l| l.trim_start().starts_with(kind) && l.contains(what))
+        };
+        assert!(line(error, "error: "), "{said}");
+        for name in ["usage: ", "trace: ", "logits: "] {
+            assert!(line(name, "WARN") != (name == error), "{said}");
+        }
+        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0);
+    }
 }
 
 /// Counts are not added to another model's.
@@ -914,7 +953,7 @@ fn an_error_behind_text_is_not_on_its_line() {
     let dir = tempfile::tempdir().unwrap();
     let command = |stdout: std::process::Stdio| {
         let mut command = std::process::Command::new("sh");
-        command.args(["-c", &full_at(0), env!("CARGO_BIN_EXE_host")]);
+        command.args(["-c", &support::full_at(0), env!("CARGO_BIN_EXE_host")]);
         command.args([
             "generate", "--device", "cpu", "-n", "3", "--temp", "0", "-p", "We", "-m",
         ]);

@@ -1,7 +1,9 @@
 //! Text to tokens and back.
 
+use std::any::Any;
 use std::panic;
 use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
 
 use tokenizers::Tokenizer as Inner;
 
@@ -21,16 +23,26 @@ pub struct Tokenizer {
 
 /// A tokenizer of its JSON, or why it is none: of some damaged files the library panics.
 fn parse(bytes: &[u8]) -> Result<Inner, String> {
+    // The hook is the process's: of two at once one would put back the other's.
+    static HOOK: Mutex<()> = Mutex::new(());
+    let held = HOOK.lock().unwrap_or_else(PoisonError::into_inner);
     let hook = panic::take_hook();
     panic::set_hook(Box::new(|_| ()));
     let parsed = panic::catch_unwind(|| Inner::from_bytes(bytes));
     panic::set_hook(hook);
+    drop(held);
     match parsed {
         Ok(parsed) => parsed.map_err(|e| e.to_string()),
-        Err(why) => Err(match why.downcast::<String>() {
-            Ok(text) => *text,
-            Err(_) => "damage".into(),
-        }),
+        Err(why) => Err(said(&*why).into()),
+    }
+}
+
+/// What a panic said.
+fn said(why: &(dyn Any + Send)) -> &str {
+    match (why.downcast_ref::<String>(), why.downcast_ref::<&str>()) {
+        (Some(text), _) => text,
+        (_, Some(text)) => text,
+        _ => "damage",
     }
 }
 
@@ -163,5 +175,42 @@ impl TextStream<'_> {
         let text = self.tokenizer.text(&self.pending)?;
         self.pending.clear();
         Ok(text)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
+    #[test]
+    fn what_a_panic_said() {
+        let said_by = |panics: fn()| said(&*panic::catch_unwind(panics).unwrap_err()).to_owned();
+        assert_eq!(said_by(|| panic!("text")), "text");
+        assert_eq!(said_by(|| panic!("{}", 1)), "1");
+        assert_eq!(said_by(|| panic::panic_any(1)), "damage");
+    }
+
+    #[test]
+    fn the_hook_outlives_tokenizers_read_at_once() {
+        static SEEN: AtomicUsize = AtomicUsize::new(0);
+        const MARK: &str = "the hook is there";
+        panic::set_hook(Box::new(|info| {
+            if info.payload_as_str() == Some(MARK) {
+                SEEN.fetch_add(1, Ordering::Relaxed);
+            } else {
+                eprintln!("{info}");
+            }
+        }));
+        std::thread::scope(|threads| {
+            for _ in 0..8 {
+                threads.spawn(|| (0..500).for_each(|_| assert!(parse(b"{}").is_err())));
+            }
+        });
+        let panicked = panic::catch_unwind(|| panic!("{MARK}"));
+        // The default one again.
+        drop(panic::take_hook());
+        assert!(panicked.is_err());
+        assert_eq!(SEEN.load(Ordering::Relaxed), 1);
     }
 }

@@ -134,3 +134,10 @@ pub fn interrupted(
     assert!(kill.unwrap().success());
     (child.wait_with_output().unwrap(), start.elapsed())
 }
+
+/// A command line for sh that runs another one with files of so many times 512 bytes at most: in the place
+/// of a full disk.
+#[cfg(target_os = "linux")]
+pub fn full_at(blocks: usize) -> String {
+    format!("trap '' XFSZ; ulimit -f {blocks}; exec \"$0\" \"$@\"")
+}

@@ -234,6 +234,12 @@ pub(super) const UNWRITABLE: &str =
 /// The same where some of its experts are written.
 pub(super) const UNFINISHED: &str =
     "make room, and the same command with --resume goes on; or choose another place (-o FILE)";
+/// The same where what is written cannot be gone on with.
+pub(super) const ANEW: &str =
+    "pack the experts again, to a place that can be written and has the space (-o FILE)";
+/// The remedy for an archive in its place that may not outlive a power failure.
+pub(super) const NAMED: &str =
+    "the archive is whole and in its place, which a power failure now may undo: run `sync`";
 /// The remedy for raw experts that cannot be read.
 pub(super) const NO_EXPERTS: &str =
     "it needs a model directory with raw experts, as `host convert` makes it";

@@ -268,19 +268,25 @@ fn look_at_model(
 /// A model's files; beside it what is wrong with its layer that drafts.
 fn look_at_files(directory: &Path, deep: bool) -> anyhow::Result<(ModelFindings, Option<Problem>)> {
     let mut config = Config::read(directory)?;
-    let facts = |config: &Config| -> anyhow::Result<Facts> {
+    // Of the layers from `first` on the scales are looked at; with `deep` later, with all else.
+    let facts = |config: &Config, first: usize| -> anyhow::Result<Facts> {
         let source = Source::open(directory, config, None)?;
         let dense = check_dense(directory, config)?;
         if let Source::Raw(raw) = &source {
-            check_scales(raw, |_| ())?;
+            let layers = config.sparse_layers().filter(|l| !deep && *l >= first);
+            let layers: Vec<u32> = layers.map(|l| l as u32).collect();
+            let mut progress = Progress::new("reading scales");
+            let read = check_scales(raw, &layers, |i| progress.set(i + 1, layers.len()));
+            progress.finish();
+            read?;
         }
         Ok(Facts::of(config, &source, &dense)?)
     };
-    let all = facts(&config)?;
+    let all = facts(&config, 0)?;
     let (mut drafts, mut unread) = (None, None);
     if mtp::is_in(directory, &config)? {
         config.mtp = true;
-        match facts(&config) {
+        match facts(&config, config.layers.len()) {
             Ok(more) => {
                 drafts = Some(DraftFindings {
                     layer: config.layers.len(),

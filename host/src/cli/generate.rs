@@ -434,21 +434,23 @@ pub fn run(args: GenerateArgs) -> anyhow::Result<()> {
         failed = emit(stream.finish()).err();
     }
     // One that cannot be written after all takes none of the others with it.
-    let usage = match (&args.usage, engine.usage()) {
-        (Some(file), Some(usage)) => usage.record(file),
-        _ => Ok(()),
-    };
-    let trace = match (&args.trace, engine.trace()) {
-        (Some(file), Some(trace)) => trace.write(file),
-        _ => Ok(()),
-    };
-    if let Some(file) = &args.logits {
-        write_logits(file, &generated, engine.config().vocab)?;
+    let mut failures: Vec<anyhow::Error> = Vec::new();
+    if let (Some(file), Some(usage)) = (&args.usage, engine.usage()) {
+        failures.extend(usage.record(file).err().map(Into::into));
     }
-    usage?;
-    trace?;
-    if let Some(e) = failed {
-        return Err(e);
+    if let (Some(file), Some(trace)) = (&args.trace, engine.trace()) {
+        failures.extend(trace.write(file).err().map(Into::into));
+    }
+    if let Some(file) = &args.logits {
+        failures.extend(write_logits(file, &generated, engine.config().vocab).err());
+    }
+    // A reader that has had enough is no failure that hides others.
+    let failed = failed.filter(|e| failures.is_empty() || !super::is_broken_pipe(e));
+    let mut failures = failed.into_iter().chain(failures);
+    if let Some(first) = failures.next() {
+        ui::end_line();
+        failures.for_each(|e| tracing::warn!("{}", super::message(&e)));
+        return Err(first);
     }
     if args.json {
         let object = json!({

@@ -11,7 +11,7 @@ use super::directory::{ARCHIVE_FILE, Dense, RawExperts};
 use super::error::ModelError;
 use super::inventory::inventory;
 use super::source::{Source, check_archive};
-use crate::archive::{Archive, ExpertSource, LOW_NIBBLES, verify};
+use crate::archive::{Archive, ExpertSource, verify};
 use crate::backend::KvFormat;
 use crate::expert::Tier;
 use crate::interrupt;
@@ -153,7 +153,7 @@ pub fn check_all(
         .then(|| RawExperts::open(dir, config))
         .transpose()?;
     if let Some(raw) = &raw {
-        check_scales(raw, |i| progress(tensors.len() + i + 1, steps))?;
+        check_scales(raw, &layers, |i| progress(tensors.len() + i + 1, steps))?;
     }
     if let Some(archive) = &archive {
         check_archive(archive, dir, config)?;
@@ -163,16 +163,18 @@ pub fn check_all(
     Ok(())
 }
 
-/// Refuses raw experts with a scale that is not finite or negative, as loading them does. `progress` gets the
-/// number of each layer that is done.
-pub fn check_scales(raw: &RawExperts, mut progress: impl FnMut(usize)) -> Result<(), ModelError> {
-    let layers = raw.layers().iter().filter(|l| **l & LOW_NIBBLES == 0);
-    for (i, layer) in layers.enumerate() {
+/// Refuses raw experts of these layers with a scale that is not finite or negative, as loading them
+/// does. `progress` gets the number of each layer that is done.
+pub fn check_scales(
+    raw: &RawExperts,
+    layers: &[u32],
+    mut progress: impl FnMut(usize),
+) -> Result<(), ModelError> {
+    for (i, layer) in layers.iter().enumerate() {
         going()?;
-        let experts = 0..raw.experts();
-        experts
+        (0..raw.experts())
             .into_par_iter()
-            .try_for_each(|e| raw.expert(*layer, e).map(drop))?;
+            .try_for_each(|e| raw.check_scales(*layer as usize, e))?;
         progress(i);
     }
     Ok(())

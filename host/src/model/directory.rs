@@ -336,6 +336,15 @@ impl RawExperts {
         self.layers.contains(&(layer as u32 | LOW_NIBBLES))
     }
 
+    /// Refuses scales of an expert that are not finite, or negative.
+    pub fn check_scales(&self, layer: usize, e: usize) -> Result<(), ModelError> {
+        MatrixKind::ALL.into_iter().try_for_each(|kind| {
+            let weight = self.weight(layer, e, kind)?;
+            let name = expert_tensor(layer, e, kind);
+            self.shards.check_scales(&name, &weight, false)
+        })
+    }
+
     /// One matrix, of an int8 layer its high or low nibbles; its scales are checked to be finite and
     /// not negative.
     pub fn matrix(

@@ -8,7 +8,7 @@ use std::fs::{File, OpenOptions, TryLockError};
 use std::io::{Read, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 
-use crate::archive::error::{ArchiveError, Kept, UNFINISHED, UNWRITABLE};
+use crate::archive::error::{ANEW, ArchiveError, Kept, NAMED, UNFINISHED, UNWRITABLE};
 use crate::archive::format::{self, ALIGN, HEADER, INDEX, MATRIX, u64_at};
 
 const MAGIC: [u8; 8] = *b"ANSXPART";
@@ -21,6 +21,8 @@ pub struct Partial {
     file: File,
     path: PathBuf,
     out: PathBuf,
+    /// Magic and key.
+    head: [u8; KEYED],
     /// Whether it was there, to go on with.
     found: bool,
     /// Records in it that are whole.
@@ -74,6 +76,7 @@ impl Partial {
             file,
             path,
             out: out.to_owned(),
+            head: [0; KEYED],
             found,
             records: 0,
         })
@@ -93,6 +96,7 @@ impl Partial {
         let mut head = [0; KEYED];
         head[..8].copy_from_slice(&MAGIC);
         head[8..].copy_from_slice(&key);
+        self.head = head;
         if self.found {
             let mut there = [0; KEYED];
             let read =
@@ -200,17 +204,38 @@ impl Partial {
         // To flush all records takes long; the key stays meanwhile, so that `--resume` finds them.
         self.write(KEYED as u64, &front[KEYED..])?;
         self.file.sync_all().map_err(self.io("flush"))?;
-        self.write(0, &front[..KEYED])?;
-        self.file.sync_all().map_err(self.io("flush"))?;
-        std::fs::rename(&self.path, &self.out)
-            .map_err(|e| ArchiveError::io(&self.out, "rename to", e, UNWRITABLE))?;
+        if let Err(error) = self.name(&front[..KEYED]) {
+            // Else `--resume` would find an archive, and begin anew.
+            let head = self.head;
+            return Err(match (self.write(0, &head), error) {
+                (Ok(()), error) => error,
+                (
+                    Err(_),
+                    ArchiveError::Io {
+                        path,
+                        action,
+                        source,
+                        ..
+                    },
+                ) => ArchiveError::io(&path, action, source, ANEW),
+                (Err(_), error) => error,
+            });
+        }
         let dir = match self.out.parent() {
             Some(p) if p != Path::new("") => p,
             _ => Path::new("."),
         };
         File::open(dir)
             .and_then(|d| d.sync_all())
-            .map_err(|e| ArchiveError::io(&self.out, "flush the directory of", e, UNWRITABLE))
+            .map_err(|e| ArchiveError::io(&self.out, "flush the directory of", e, NAMED))
+    }
+
+    /// Puts the archive's own head in the key's place, and the file in the archive's.
+    fn name(&mut self, head: &[u8]) -> Result<(), ArchiveError> {
+        self.write(0, head)?;
+        self.file.sync_all().map_err(self.io("flush"))?;
+        std::fs::rename(&self.path, &self.out)
+            .map_err(|e| ArchiveError::io(&self.out, "rename to", e, UNWRITABLE))
     }
 
     /// After a failure: the file goes unless there is something in it to go on with. `of` is the
