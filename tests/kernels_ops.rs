@@ -82,7 +82,7 @@ fn cuda_reports_damage_in_memory() {
 fn a_view_past_its_buffer_is_an_error() {
     let backend = suite::emulator().unwrap();
     let x = backend.upload(&[1.0f32; 10]).unwrap();
-    let weight = backend.upload(&[0u16; 8]).unwrap();
+    let weight = backend.upload(&[0.0f32; 8]).unwrap();
     let mut out = backend.alloc::<f32>(10).unwrap();
     let from = Rows {
         buf: &x,

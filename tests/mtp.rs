@@ -3,7 +3,6 @@
 mod suite;
 mod support;
 
-use std::collections::BTreeMap;
 use std::fs;
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
@@ -24,11 +23,8 @@ use host::placement::request::{self, Size};
 use host::sample::{Sampling, greedy};
 use predicates::str::contains;
 use safetensors::SafeTensors;
-use safetensors::tensor::{Dtype, TensorView};
 use serde_json::Value;
-use support::{deviation, oracle_file};
-
-type Tensors = BTreeMap<String, (Dtype, Vec<usize>, Vec<u8>)>;
+use support::{Tensors, deviation, oracle_file};
 
 /// What the layer that drafts is.
 #[derive(Clone, Copy, PartialEq)]
@@ -51,13 +47,7 @@ fn left_identity(n: usize) -> Vec<u8> {
 /// A checkpoint of `tests/data` with a layer that drafts, as `tools/oracle.py mtp` makes it.
 fn checkpoint(name: &str, kind: Kind) -> tempfile::TempDir {
     let from = support::data().join(format!("{name}-hf"));
-    let bytes = fs::read(from.join("model.safetensors")).unwrap();
-    let mut tensors: Tensors = SafeTensors::deserialize(&bytes)
-        .unwrap()
-        .tensors()
-        .into_iter()
-        .map(|(name, t)| (name, (t.dtype(), t.shape().to_vec(), t.data().to_vec())))
-        .collect();
+    let mut tensors = support::checkpoint(name);
     let mut config: Value =
         serde_json::from_slice(&fs::read(from.join("config.json")).unwrap()).unwrap();
     let n = config["num_hidden_layers"].as_u64().unwrap();
@@ -96,10 +86,7 @@ fn checkpoint(name: &str, kind: Kind) -> tempfile::TempDir {
         }
     }
     let dir = tempfile::tempdir().unwrap();
-    let views = tensors.iter().map(|(name, (dtype, shape, bytes))| {
-        (name, TensorView::new(*dtype, shape.clone(), bytes).unwrap())
-    });
-    safetensors::serialize_to_file(views, None, &dir.path().join("model.safetensors")).unwrap();
+    support::write_checkpoint(dir.path(), name, &tensors);
     fs::write(dir.path().join("config.json"), config.to_string()).unwrap();
     dir
 }
@@ -110,7 +97,10 @@ fn model(name: &str, kind: Kind) -> (tempfile::TempDir, PathBuf) {
 }
 
 fn model_of(name: &str, kind: Kind, mtp: MtpFormat) -> (tempfile::TempDir, PathBuf) {
-    let checkpoint = checkpoint(name, kind);
+    converted(checkpoint(name, kind), mtp)
+}
+
+fn converted(checkpoint: tempfile::TempDir, mtp: MtpFormat) -> (tempfile::TempDir, PathBuf) {
     let dir = checkpoint.path().join("model");
     let options = Conversion {
         mtp,
@@ -168,9 +158,20 @@ fn compare<B: LoadExperts>(backend: B, dir: &Path, name: &str) -> Vec<u32> {
 
 #[test]
 fn drafts_are_those_of_the_formulas() {
-    for name in ["tiny-dsa", "tiny-lite"] {
-        let (_kept, dir) = model_of(name, Kind::Guessing, MtpFormat::Int4);
-        let oracle = format!("{name}-mtp");
+    for (name, suffix) in [
+        ("tiny-dsa", "mtp"),
+        ("tiny-lite", "mtp"),
+        ("tiny-lite", "f32-mtp"),
+    ] {
+        let made = checkpoint(name, Kind::Guessing);
+        if suffix == "f32-mtp" {
+            let bf16 = support::tensors(&made.path().join("model.safetensors"));
+            let config = fs::read(made.path().join("config.json")).unwrap();
+            support::write_checkpoint(made.path(), name, &support::to_f32(bf16));
+            fs::write(made.path().join("config.json"), config).unwrap();
+        }
+        let (_kept, dir) = converted(made, MtpFormat::Int4);
+        let oracle = format!("{name}-{suffix}");
         let cpu = compare(Cpu::new().unwrap(), &dir, &oracle);
         assert_eq!(compare(Reference, &dir, &oracle), cpu);
         assert_eq!(compare(suite::emulator().unwrap(), &dir, &oracle), cpu);

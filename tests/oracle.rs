@@ -37,8 +37,12 @@ fn model<B: LoadExperts>(backend: B, dir: &Path) -> Model<B> {
 /// What a case gave.
 struct Outcome {
     deviation: f64,
+    /// Largest of a hidden state.
+    hidden: f64,
     /// Steps with a clear margin whose token is another one.
     wrong: usize,
+    /// All steps whose token is another one.
+    differ: usize,
 }
 
 fn run<B: LoadExperts>(model: &Model<B>, case: &Case) -> Outcome {
@@ -55,15 +59,14 @@ fn run<B: LoadExperts>(model: &Model<B>, case: &Case) -> Outcome {
         )
         .unwrap();
     let deviation_of_logits = deviation(&logits, &case.last_logits);
-    for (i, (ours, theirs)) in trace.iter().zip(&case.hidden_last_token).enumerate() {
-        let d = deviation(ours, theirs);
-        assert!(d < BRANCHED, "hidden state {i}: {d:e}");
-    }
+    let hidden = trace.iter().zip(&case.hidden_last_token);
+    let hidden = hidden.fold(0.0, |d: f64, (ours, theirs)| d.max(deviation(ours, theirs)));
     // The oracle's own tokens are fed, so that every step is compared in the same context.
-    let mut wrong = 0;
+    let (mut wrong, mut differ) = (0, 0);
     for (token, margin) in case.greedy.iter().zip(&case.greedy_margin) {
-        if greedy(&logits) != *token && *margin >= MARGIN {
-            wrong += 1;
+        if greedy(&logits) != *token {
+            differ += 1;
+            wrong += usize::from(*margin >= MARGIN);
         }
         logits = model
             .forward(&mut session, &[*token], Wanted::Last)
@@ -71,7 +74,9 @@ fn run<B: LoadExperts>(model: &Model<B>, case: &Case) -> Outcome {
     }
     Outcome {
         deviation: deviation_of_logits,
+        hidden,
         wrong,
+        differ,
     }
 }
 
@@ -86,6 +91,7 @@ fn compare<B: LoadExperts>(backend: B, dir: &Path, name: &str, scales: ScaleKind
             out.deviation, out.wrong
         );
         assert!(out.deviation <= BRANCHED, "{n} tokens: {:e}", out.deviation);
+        assert!(out.hidden < BRANCHED, "{n} tokens: {:e}", out.hidden);
         if out.deviation > CLOSE || out.wrong > 0 {
             branched += 1;
         }
@@ -129,6 +135,102 @@ fn families() {
         let emulator = suite::emulator().unwrap();
         assert_eq!(logits(emulator, &dir, &ids), cpu, "{name}");
     }
+}
+
+/// Checkpoints in float32, of weights that bf16 does not hold: every tensor stays what it is, and every token is
+/// that of transformers, however close the next one.
+#[test]
+fn f32_checkpoints_give_all_tokens() {
+    let (mut all, mut rounded_differ) = (0, 0);
+    for name in ["tiny-dsa", "tiny-lite", "tiny-qwen3"] {
+        let wide = support::to_f32(support::checkpoint(name));
+        let made = |tensors: &support::Tensors| {
+            let dir = tempfile::tempdir().unwrap();
+            support::write_checkpoint(dir.path(), name, tensors);
+            let options = Conversion::new(ScaleKind::Row);
+            convert(dir.path(), &dir.path().join("model"), &options, |_, _| ()).unwrap();
+            dir
+        };
+        let (kept, narrow) = (made(&wide), made(&support::to_bf16(wide.clone())));
+        let dir = kept.path().join("model");
+        let file = fs::read(dir.join("dense.safetensors")).unwrap();
+        for (tensor, view) in SafeTensors::deserialize(&file).unwrap().tensors() {
+            assert_eq!(view.dtype(), Dtype::F32, "{tensor}");
+            assert!(view.data() == wide[&tensor].2, "{tensor}");
+        }
+        let oracle = support::oracle_file(&format!("{name}-f32"));
+        let exact = |(differ, far): (usize, f64)| {
+            assert!(
+                differ == 0 && far < CLOSE,
+                "{name}: {differ} others, {far:e}"
+            );
+        };
+        exact(differing(cpu(), &dir, &oracle.cases));
+        exact(differing(Reference, &dir, &oracle.cases[..2]));
+        match suite::cuda() {
+            Ok(cuda) => exact(differing(cuda, &dir, &oracle.cases)),
+            Err(why) => eprintln!("skipped: {why}"),
+        }
+        all += oracle.cases.iter().map(|c| c.greedy.len()).sum::<usize>();
+        let (differ, far) = differing(cpu(), &narrow.path().join("model"), &oracle.cases);
+        assert!(far > CLOSE, "{name}: an oracle that cannot tell");
+        rounded_differ += differ;
+        let ids: Vec<u32> = (0..22).map(|i| (i * 53 + 5) % 256).collect();
+        let cpu = logits(cpu(), &dir, &ids);
+        assert_eq!(logits(Reference, &dir, &ids), cpu, "{name}");
+        let emulator = suite::emulator().unwrap();
+        assert_eq!(logits(emulator, &dir, &ids), cpu, "{name}");
+        if let Ok(cuda) = suite::cuda() {
+            assert_eq!(logits(cuda, &dir, &ids), cpu, "{name}");
+        }
+    }
+    eprintln!("all of {all} tokens; {rounded_differ} are others with weights rounded to bf16");
+    assert!(rounded_differ > 0);
+}
+
+/// How many tokens of an oracle's cases are others, and the largest deviation of logits and hidden states.
+fn differing<B: LoadExperts>(backend: B, dir: &Path, cases: &[Case]) -> (usize, f64) {
+    let model = model(backend, dir);
+    assert_eq!(model.rounded(), 0);
+    cases
+        .iter()
+        .fold((0, 0.0), |(differ, far): (usize, f64), case| {
+            let out = run(&model, case);
+            let n = case.input_ids.len();
+            let Outcome {
+                deviation, hidden, ..
+            } = out;
+            eprintln!("{n} tokens: rms {deviation:.2e}, {} others", out.differ);
+            (differ + out.differ, far.max(deviation).max(hidden))
+        })
+}
+
+/// The head that is the embedding table, of f32 too: what a copy of it gives.
+#[test]
+fn a_tied_head_is_the_embedding() {
+    let mut tensors = support::to_f32(support::checkpoint("tiny-qwen3"));
+    let table = tensors["model.embed_tokens.weight"].clone();
+    tensors.insert("lm_head.weight".into(), table);
+    let from = tempfile::tempdir().unwrap();
+    let made = |tensors: &support::Tensors, tied: bool| {
+        support::write_checkpoint(from.path(), "tiny-qwen3", tensors);
+        let file = from.path().join("config.json");
+        let mut config: Value = serde_json::from_slice(&fs::read(&file).unwrap()).unwrap();
+        config["tie_word_embeddings"] = tied.into();
+        fs::write(&file, config.to_string()).unwrap();
+        let dir = from.path().join(format!("tied-{tied}"));
+        let options = Conversion::new(ScaleKind::Row);
+        convert(from.path(), &dir, &options, |_, _| ()).unwrap();
+        dir
+    };
+    let copied = made(&tensors, false);
+    tensors.remove("lm_head.weight");
+    let tied = made(&tensors, true);
+    let ids: Vec<u32> = (0..9).map(|i| (i * 53 + 5) % 256).collect();
+    let want = logits(cpu(), &copied, &ids);
+    assert_eq!(logits(cpu(), &tied, &ids), want);
+    assert_eq!(logits(Reference, &tied, &ids), want);
+    assert_eq!(logits(suite::emulator().unwrap(), &tied, &ids), want);
 }
 
 /// `q_lora_rank` null: one matrix gives the queries.

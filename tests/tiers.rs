@@ -28,6 +28,8 @@ use host::synth::{self, Shape, Skew, synthesise};
 use host::trace::Trace;
 use predicates::prelude::*;
 use predicates::str::contains;
+use safetensors::SafeTensors;
+use safetensors::tensor::TensorView;
 use serde_json::Value;
 
 #[path = "tiers/decode.rs"]
@@ -38,6 +40,7 @@ mod failures;
 mod memory;
 #[path = "tiers/repin.rs"]
 mod repin;
+mod support;
 
 const HIDDEN: usize = 128;
 const EXPERTS: usize = 32;
@@ -690,12 +693,28 @@ fn out_of_memory_is_planned_again() {
     assert!(error.contains("hold no model whose dense part"), "{error}");
 }
 
-/// What a plan counts for the dense part is what is allocated for it, of bf16 and of bytes.
+/// Makes the dense part of a model f32.
+fn widen(model: &Path) {
+    let file = model.join("dense.safetensors");
+    let bytes = std::fs::read(&file).unwrap();
+    let (_, header) = SafeTensors::read_metadata(&bytes).unwrap();
+    let tensors = support::to_f32(support::tensors(&file));
+    let views = tensors.iter().map(|(name, (dtype, shape, bytes))| {
+        (name, TensorView::new(*dtype, shape.clone(), bytes).unwrap())
+    });
+    safetensors::serialize_to_file(views, header.metadata().clone(), &file).unwrap();
+}
+
+/// What a plan counts for the dense part is what is allocated for it, of bf16, of bytes and of f32.
 #[test]
 fn the_dense_part_is_counted_as_it_is() {
-    let found = [DenseFormat::Verbatim, DenseFormat::Int8Row].map(|format| {
+    use DenseFormat::{Int8Row, Verbatim};
+    let found = [(Verbatim, false), (Int8Row, false), (Verbatim, true)].map(|(format, wide)| {
         let dir = make(ScaleKind::Row, format);
         let model = dir.path().join("model");
+        if wide {
+            widen(&model);
+        }
         let config = host::model::Config::read(&model).unwrap();
         let counted = DensePart::open(&model, &config).unwrap();
         let source = Source::open(&model, &config, None).unwrap();
@@ -707,10 +726,12 @@ fn the_dense_part_is_counted_as_it_is() {
         (counted.held as f64, allocated as f64)
     });
     // The experts are the same.
-    let [bf16, int8] = found;
-    let (counted, taken) = (bf16.0 - int8.0, bf16.1 - int8.1);
-    assert!(counted > 0.4 * bf16.0, "{found:?}");
-    assert!((counted - taken).abs() < 0.1 * taken, "{found:?}");
+    let [bf16, int8, f32] = found;
+    for (more, less) in [(bf16, int8), (f32, bf16)] {
+        let (counted, taken) = (more.0 - less.0, more.1 - less.1);
+        assert!(counted > 0.4 * more.0, "{found:?}");
+        assert!((counted - taken).abs() < 0.1 * taken, "{found:?}");
+    }
 }
 
 fn host(args: &[&dyn AsRef<std::ffi::OsStr>]) -> Command {

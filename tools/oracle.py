@@ -4,6 +4,7 @@
   python3 -m venv V && V/bin/pip install torch transformers==5.17.*
   V/bin/python tools/oracle.py make FAMILY DIR          # a tiny random checkpoint
   V/bin/python tools/oracle.py fp8 FROM DIR             # its fp8 form: e4m3, 128 x 128 blocks
+  V/bin/python tools/oracle.py f32 FROM DIR             # in float32, of weights that bf16 does not hold
   V/bin/python tools/oracle.py mtp FROM DIR             # with a layer that drafts, of layer 2's tensors
   V/bin/python tools/oracle.py chat FILE                # tests/data/oracles/chat.json: what templates render
   V/bin/python tools/oracle.py run DIR --experts int4-row --dense int8-row --out FILE
@@ -124,6 +125,22 @@ def fp8(args):
         "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
         "weight_block_size": [128, 128],
     }
+    json.dump(config, open(os.path.join(args.dir, "config.json"), "w"), indent=2)
+
+
+def f32(args):
+    """The lower halves of weights that were bf16 are 40503 i + 12345 modulo 2^16, i an element's number."""
+    os.makedirs(args.dir, exist_ok=True)
+    out = {}
+    for name, t in load_file(os.path.join(args.source, "model.safetensors")).items():
+        if t.dtype == torch.bfloat16:
+            low = (torch.arange(t.numel(), dtype=torch.int64) * 40503 + 12345) & 0xFFFF
+            high = t.float().flatten().view(torch.int32)
+            t = (high | low.to(torch.int32)).view(torch.float32).view(t.shape)
+        out[name] = t
+    save_file(out, os.path.join(args.dir, "model.safetensors"), metadata={"format": "pt"})
+    config = json.load(open(os.path.join(args.source, "config.json")))
+    config["dtype"] = "float32"
     json.dump(config, open(os.path.join(args.dir, "config.json"), "w"), indent=2)
 
 
@@ -303,6 +320,10 @@ p = sub.add_parser("fp8")
 p.add_argument("source")
 p.add_argument("dir")
 p.set_defaults(do=fp8)
+p = sub.add_parser("f32")
+p.add_argument("source")
+p.add_argument("dir")
+p.set_defaults(do=f32)
 p = sub.add_parser("mtp")
 p.add_argument("source")
 p.add_argument("dir")

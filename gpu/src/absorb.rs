@@ -33,6 +33,9 @@ pub const COLS: u32 = SLAB / 2;
 /// Threads and columns of a block of [`absorb_query_int8()`].
 pub const COLS_INT8: u32 = SLAB;
 
+/// Threads and columns of a block of [`absorb_query_f32()`].
+pub const COLS_F32: u32 = SLAB / 4;
+
 /// Tokens of a block.
 pub const TOKENS: u32 = 4;
 
@@ -43,7 +46,7 @@ pub const TOKENS: u32 = 4;
 pub struct AbsorbArgs {
     /// f32; head `h` of token `t` at `t * q_stride + h * q_head`.
     pub q: Slice,
-    /// bf16 or i8 `[heads * head_rows, latent]`.
+    /// bf16, i8 or f32 `[heads * head_rows, latent]`.
     pub kv_b: Slice,
     /// f32 `[heads * head_rows]` of bytes, else empty.
     pub scales: Slice,
@@ -113,6 +116,23 @@ impl Weights for Int8 {
     #[inline(always)]
     fn scaled(x: f32, scales: &Global<f32>, j: u32) -> f32 {
         x * scales.load_nc(j)
+    }
+}
+
+struct F32;
+
+impl Weights for F32 {
+    type Element = f32;
+    const COLS: u32 = COLS_F32;
+
+    #[inline(always)]
+    fn widen(weight: f32) -> f32 {
+        weight
+    }
+
+    #[inline(always)]
+    fn scaled(x: f32, _scales: &Global<f32>, _j: u32) -> f32 {
+        x
     }
 }
 
@@ -292,4 +312,14 @@ pub unsafe fn absorb_query(args: AbsorbArgs) {
 pub unsafe fn absorb_query_int8(args: AbsorbArgs) {
     // SAFETY: the caller's.
     unsafe { absorb::<Int8>(args) }
+}
+
+/// With weights of f32.
+///
+/// # Safety
+/// As [`absorb_query()`].
+#[kernel(threads = 64, min_blocks = 3, prologue)]
+pub unsafe fn absorb_query_f32(args: AbsorbArgs) {
+    // SAFETY: the caller's.
+    unsafe { absorb::<F32>(args) }
 }

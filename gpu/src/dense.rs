@@ -1,5 +1,5 @@
-//! Rows of dense weights times f32 activations: what [`mod@crate::linear`] and [`mod@crate::linear_int8`]
-//! share.
+//! Rows of dense weights times f32 activations: what [`mod@crate::linear`], [`mod@crate::linear_int8`] and
+//! [`mod@crate::linear_f32`] share.
 //!
 //! `out[t][r] = scaled(dot(weight[r], x[t]))`, plus what was there with [`ADD`].
 //!
@@ -14,7 +14,6 @@
 
 use bytemuck::{Pod, Zeroable};
 use cuda_std::mem::{Global, GlobalMut, Slice};
-use cuda_std::shared::Shared;
 use cuda_std::{grid, thread, warp};
 
 use crate::dot::{STEP, fma8, load8, warp_reduce};
@@ -27,7 +26,7 @@ pub const WARPS: u32 = 4;
 pub const ADD: u32 = 1;
 
 /// Flag: columns are a multiple of 8, rows of `x` start at multiples of 16 bytes, the weight at one of
-/// the size of eight columns.
+/// the size of eight columns, of 16 bytes at most.
 pub const VECTOR: u32 = 2;
 
 /// Arguments. Grid: `[token tiles, row tiles, batches]`, 128 threads; a block has 4 warps.
@@ -36,7 +35,7 @@ pub const VECTOR: u32 = 2;
 pub struct LinearArgs {
     /// f32 rows of `x_stride`.
     pub x: Slice,
-    /// bf16 or i8 `[rows, cols]` for each batch.
+    /// bf16, i8 or f32 `[rows, cols]` for each batch.
     pub weight: Slice,
     /// f32, one for each row of a weight of bytes; else empty.
     pub scales: Slice,
@@ -76,14 +75,6 @@ pub trait Weights {
     fn reload(w: &Global<Self::Element>, condition: bool, at: u32, to: &mut Self::Words);
     /// The same as f32.
     fn widen(words: Self::Words) -> [f32; 8];
-    /// The same as bf16, in which they are exact: two neighbours a word, the first in the low half.
-    fn pairs(words: Self::Words) -> [u32; 4];
-    /// Words that eight of them take in shared memory.
-    const WORDS: u32;
-    /// Starts copying eight from element `at` on to word `word` of `to`.
-    fn copy(w: &Global<Self::Element>, at: u32, to: Shared<u32>, word: u32);
-    /// Those eight.
-    fn take(from: Shared<u32>, word: u32) -> Self::Words;
     /// Element `at` as f32.
     fn one(w: &Global<Self::Element>, at: u32) -> f32;
     /// A dot product with the scale of `row`.

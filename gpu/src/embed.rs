@@ -1,6 +1,6 @@
 //! Rows of the embedding table.
 //!
-//! `out[t] = table[ids[t]]`, bf16 widened to f32, or signed bytes times the row's scale. A thread a
+//! `out[t] = table[ids[t]]`: bf16 widened to f32, signed bytes times the row's scale, or f32. A thread a
 //! column, so that no load of a row waits for another. An id past the table gives a row of zeros: the
 //! host checks ids, this only keeps the read inside the table.
 
@@ -17,7 +17,7 @@ pub const THREADS: u32 = 256;
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
 pub struct EmbedArgs {
-    /// bf16 or i8 `[vocab, cols]`.
+    /// bf16, i8 or f32 `[vocab, cols]`.
     pub table: Slice,
     /// f32 `[vocab]` of bytes, else empty.
     pub scales: Slice,
@@ -69,6 +69,17 @@ pub unsafe fn embed(args: EmbedArgs) {
     // SAFETY: the caller's: a live view, as long as the arguments say.
     let table = unsafe { Global::<u16>::new(args.table) };
     body(&args, |_, start, c| bf16(table.at(start).load_nc(c)));
+}
+
+/// Rows of f32.
+///
+/// # Safety
+/// The views must be live and as long as [`EmbedArgs`] says.
+#[kernel(threads = 256)]
+pub unsafe fn embed_f32(args: EmbedArgs) {
+    // SAFETY: the caller's: a live view, as long as the arguments say.
+    let table = unsafe { Global::<f32>::new(args.table) };
+    body(&args, |_, start, c| table.at(start).load_nc(c));
 }
 
 /// Rows of signed bytes.

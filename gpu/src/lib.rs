@@ -41,6 +41,7 @@ pub mod index_select;
 pub mod launch;
 pub mod layout;
 pub mod linear;
+pub mod linear_f32;
 pub mod linear_int8;
 pub mod linear_tile;
 pub mod matmul_plane3;

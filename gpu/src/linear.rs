@@ -11,8 +11,7 @@
 //! Limits: all but `linear_thin` need [`VECTOR`].
 
 use cuda_std::kernel;
-use cuda_std::mem::{Global, cp_async_16};
-use cuda_std::shared::Shared;
+use cuda_std::mem::Global;
 
 pub use crate::dense::LinearArgs;
 
@@ -45,23 +44,6 @@ impl Weights for Bf16 {
     fn widen(w: [u32; 4]) -> [f32; 8] {
         let [a, b, c, d] = w.map(widen2);
         [a[0], a[1], b[0], b[1], c[0], c[1], d[0], d[1]]
-    }
-
-    #[inline(always)]
-    fn pairs(w: [u32; 4]) -> [u32; 4] {
-        w
-    }
-
-    const WORDS: u32 = 4;
-
-    #[inline(always)]
-    fn copy(w: &Global<u16>, at: u32, to: Shared<u32>, word: u32) {
-        cp_async_16(to, word, *w, at / 2);
-    }
-
-    #[inline(always)]
-    fn take(from: Shared<u32>, word: u32) -> [u32; 4] {
-        from.load_v4(word)
     }
 
     #[inline(always)]

@@ -12,8 +12,7 @@
 
 use cuda_std::intrinsics::prmt;
 use cuda_std::kernel;
-use cuda_std::mem::{Global, cp_async_8};
-use cuda_std::shared::Shared;
+use cuda_std::mem::Global;
 
 pub use crate::dense::LinearArgs;
 
@@ -47,26 +46,6 @@ impl Weights for Int8 {
         [
             low[0], low[1], low[2], low[3], high[0], high[1], high[2], high[3],
         ]
-    }
-
-    #[inline(always)]
-    fn pairs(w: [u32; 2]) -> [u32; 4] {
-        // The upper halves: integers up to 256 have no bits below.
-        let w = Self::widen(w).map(f32::to_bits);
-        let pair = |i: usize| prmt(w[i], w[i + 1], 0x7632);
-        [pair(0), pair(2), pair(4), pair(6)]
-    }
-
-    const WORDS: u32 = 2;
-
-    #[inline(always)]
-    fn copy(w: &Global<u8>, at: u32, to: Shared<u32>, word: u32) {
-        cp_async_8(to, word, *w, at / 4);
-    }
-
-    #[inline(always)]
-    fn take(from: Shared<u32>, word: u32) -> [u32; 2] {
-        from.load_v2(word)
     }
 
     #[inline(always)]

@@ -24,7 +24,8 @@
 //!
 //! Shared memory: [`shared_bytes`].
 
-use cuda_std::mem::{Global, GlobalMut, cp_async_16, cp_async_commit, cp_async_wait};
+use cuda_std::intrinsics::prmt;
+use cuda_std::mem::{Global, GlobalMut, cp_async_8, cp_async_16, cp_async_commit, cp_async_wait};
 use cuda_std::shared::Shared;
 use cuda_std::{grid, kernel, thread, warp};
 
@@ -84,6 +85,59 @@ const fn copied(words: u32) -> u32 {
 pub const fn shared_bytes(int8: bool) -> u32 {
     let words = if int8 { Int8::WORDS } else { Bf16::WORDS };
     4 * (DEPTH * copied(words) + 2 * PAIRS + (4 + 2 * 2) * A_ROW)
+}
+
+/// Weights that bf16 holds exactly.
+trait TileWeights: Weights {
+    /// Eight of them as bf16: two neighbours a word, the first in the low half.
+    fn pairs(words: Self::Words) -> [u32; 4];
+    /// Words that eight of them take in shared memory.
+    const WORDS: u32;
+    /// Starts copying eight from element `at` on to word `word` of `to`.
+    fn copy(w: &Global<Self::Element>, at: u32, to: Shared<u32>, word: u32);
+    /// Those eight.
+    fn take(from: Shared<u32>, word: u32) -> Self::Words;
+}
+
+impl TileWeights for Bf16 {
+    #[inline(always)]
+    fn pairs(w: [u32; 4]) -> [u32; 4] {
+        w
+    }
+
+    const WORDS: u32 = 4;
+
+    #[inline(always)]
+    fn copy(w: &Global<u16>, at: u32, to: Shared<u32>, word: u32) {
+        cp_async_16(to, word, *w, at / 2);
+    }
+
+    #[inline(always)]
+    fn take(from: Shared<u32>, word: u32) -> [u32; 4] {
+        from.load_v4(word)
+    }
+}
+
+impl TileWeights for Int8 {
+    #[inline(always)]
+    fn pairs(w: [u32; 2]) -> [u32; 4] {
+        // The upper halves: integers up to 256 have no bits below.
+        let w = Self::widen(w).map(f32::to_bits);
+        let pair = |i: usize| prmt(w[i], w[i + 1], 0x7632);
+        [pair(0), pair(2), pair(4), pair(6)]
+    }
+
+    const WORDS: u32 = 2;
+
+    #[inline(always)]
+    fn copy(w: &Global<u8>, at: u32, to: Shared<u32>, word: u32) {
+        cp_async_8(to, word, *w, at / 4);
+    }
+
+    #[inline(always)]
+    fn take(from: Shared<u32>, word: u32) -> [u32; 2] {
+        from.load_v2(word)
+    }
 }
 
 /// Rows and tokens of a thread.
@@ -146,7 +200,7 @@ fn halves<const M: usize, const N: usize>(sums: Of<M>, swap: bool) -> (Of<N>, Of
 }
 
 /// What a thread copies and lays out: an octet of a row's columns, and four columns of a token.
-struct Place<W: Weights> {
+struct Place<W: TileWeights> {
     weight: Global<W::Element>,
     x: Global<u32>,
     /// Where its activations go in a stage as it is copied; weights are behind all of these.
@@ -156,7 +210,7 @@ struct Place<W: Weights> {
     shared: Shared<u32>,
 }
 
-impl<W: Weights> Place<W> {
+impl<W: TileWeights> Place<W> {
     #[inline(always)]
     fn weights_at(stage: u32) -> u32 {
         stage + X + W::WORDS * thread::thread_idx_x()
@@ -258,7 +312,7 @@ fn multiply(shared: Shared<u32>, tokens: u32, rows: u32, sums: &mut Sums) {
 /// # Safety
 /// As the kernels'.
 #[inline(always)]
-unsafe fn body<W: Weights>(args: LinearArgs) {
+unsafe fn body<W: TileWeights>(args: LinearArgs) {
     // SAFETY: the launch has that much.
     let shared = unsafe { Shared::<u32>::dynamic(0, shared_bytes(W::WORDS == Int8::WORDS) / 4) };
     let size = copied(W::WORDS);

@@ -11,7 +11,7 @@ use bytemuck::{Pod, Zeroable};
 use cuda_std::mem::{Global, GlobalMut, Slice};
 use cuda_std::{grid, kernel, shared_array, thread};
 
-use crate::arith::{bf16, fma, rms_factor};
+use crate::arith::{fma, rms_factor};
 use crate::dot::{BLOCK, block_reduce};
 use crate::position::position;
 use crate::unroll;
@@ -22,9 +22,9 @@ use crate::unroll;
 pub struct NormArgs {
     /// f32 rows of `x_stride`.
     pub x: Slice,
-    /// bf16 `[cols]`.
+    /// f32 `[cols]`.
     pub weight: Slice,
-    /// bf16 `[cols]`; of [`layer_norm()`] alone.
+    /// f32 `[cols]`; of [`layer_norm()`] alone.
     pub bias: Slice,
     /// f32 rows of `out_stride`.
     pub out: Slice,
@@ -44,24 +44,24 @@ pub struct NormArgs {
 const HELD: usize = 32;
 
 /// What a thread has of a row, 0 past the end; all loads are under way together.
-struct Held<T: Pod> {
-    all: Global<T>,
+struct Held {
+    all: Global<f32>,
     from: u32,
     cols: u32,
-    values: [[T; 8]; HELD / 8],
+    values: [[f32; 8]; HELD / 8],
 }
 
-impl<T: Pod> Held<T> {
-    /// The `cols` elements of `all` from `from` on, by `load`.
+impl Held {
+    /// The `cols` elements of `all` from `from` on.
     #[inline(always)]
-    fn new(all: Global<T>, from: u32, cols: u32, load: impl Fn(&Global<T>, u32) -> T) -> Self {
+    fn new(all: Global<f32>, from: u32, cols: u32) -> Self {
         let t = thread::thread_idx_x();
-        let mut values = [[T::zeroed(); 8]; HELD / 8];
+        let mut values = [[0.0; 8]; HELD / 8];
         unroll!(i < HELD / 8, {
             unroll!(j < 8, {
                 let c = t + (8 * i + j) as u32 * BLOCK;
                 if c < cols {
-                    values[i][j] = load(&all, from + c);
+                    values[i][j] = all.load(from + c);
                 }
             });
         });
@@ -94,7 +94,7 @@ impl<T: Pod> Held<T> {
 
     /// The element of column `c`, whose place is `at`.
     #[inline(always)]
-    fn get(&self, c: u32, at: Option<(usize, usize)>) -> T {
+    fn get(&self, c: u32, at: Option<(usize, usize)>) -> f32 {
         match at {
             Some((i, j)) => self.values[i][j],
             None => self.all.load(self.from + c),
@@ -113,23 +113,23 @@ pub unsafe fn rms_norm(args: NormArgs) {
     let (x, weight, out) = unsafe {
         (
             Global::<f32>::new(args.x),
-            Global::<u16>::new(args.weight),
+            Global::<f32>::new(args.weight),
             GlobalMut::<f32>::new(args.out),
         )
     };
-    let weight = Held::new(weight, 0, args.cols, |w, c| w.load(c));
+    let weight = Held::new(weight, 0, args.cols);
     grid::wait();
     // SAFETY: the caller's.
     let row = unsafe { position(args.at, 0) };
     let out = out.at(u64::from(row) * u64::from(args.out_stride));
     let token = thread::block_idx_x();
     let to = token * args.out_stride;
-    let x = Held::new(x, token * args.x_stride, args.cols, |x, c| x.load(c));
+    let x = Held::new(x, token * args.x_stride, args.cols);
 
     let mut p = 0.0;
     x.each(|c, at| p = fma(x.get(c, at), x.get(c, at), p));
     let r = rms_factor(block_reduce(p, scratch), args.cols as usize, args.eps);
-    x.each(|c, at| out.store(to + c, (x.get(c, at) * r) * bf16(weight.get(c, at))));
+    x.each(|c, at| out.store(to + c, (x.get(c, at) * r) * weight.get(c, at)));
 }
 
 /// See the module.
@@ -144,17 +144,17 @@ pub unsafe fn layer_norm(args: NormArgs) {
     let (x, weight, bias, out) = unsafe {
         (
             Global::<f32>::new(args.x),
-            Global::<u16>::new(args.weight),
-            Global::<u16>::new(args.bias),
+            Global::<f32>::new(args.weight),
+            Global::<f32>::new(args.bias),
             GlobalMut::<f32>::new(args.out),
         )
     };
-    let weight = Held::new(weight, 0, args.cols, |w, c| w.load(c));
-    let bias = Held::new(bias, 0, args.cols, |w, c| w.load(c));
+    let weight = Held::new(weight, 0, args.cols);
+    let bias = Held::new(bias, 0, args.cols);
     grid::wait();
     let token = thread::block_idx_x();
     let to = token * args.out_stride;
-    let x = Held::new(x, token * args.x_stride, args.cols, |x, c| x.load(c));
+    let x = Held::new(x, token * args.x_stride, args.cols);
 
     let mut p = 0.0;
     x.each(|c, at| p += x.get(c, at));
@@ -168,7 +168,7 @@ pub unsafe fn layer_norm(args: NormArgs) {
     let r = rms_factor(block_reduce(p, squares), args.cols as usize, args.eps);
     x.each(|c, at| {
         let d = x.get(c, at) - mean;
-        let v = fma(d * r, bf16(weight.get(c, at)), bf16(bias.get(c, at)));
+        let v = fma(d * r, weight.get(c, at), bias.get(c, at));
         out.store(to + c, v);
     });
 }

@@ -77,22 +77,25 @@ impl Rng {
 pub enum Dense {
     Bf16(Vec<u16>),
     Int8(Vec<i8>, Vec<f32>),
+    F32(Vec<f32>),
 }
 
 /// The same on a back end.
 pub enum Held<B: Backend> {
     Bf16(B::Buf<u16>),
     Int8(B::Buf<i8>, B::Buf<f32>),
+    F32(B::Buf<f32>),
 }
 
 impl Dense {
-    /// Of both kinds.
-    pub fn both(rng: &mut Rng, rows: usize, cols: usize) -> [Self; 2] {
+    /// Of all kinds.
+    pub fn all(rng: &mut Rng, rows: usize, cols: usize) -> [Self; 3] {
         let bytes = (0..rows * cols).map(|_| rng.below(256) as u8 as i8);
         let bytes = bytes.collect();
         [
             Self::Bf16(rng.bf16s(rows * cols)),
             Self::Int8(bytes, rng.f32s(rows)),
+            Self::F32(rng.f32s(rows * cols)),
         ]
     }
 
@@ -100,6 +103,7 @@ impl Dense {
         match self {
             Self::Bf16(_) => "bf16",
             Self::Int8(..) => "int8",
+            Self::F32(_) => "f32",
         }
     }
 
@@ -107,6 +111,7 @@ impl Dense {
         Ok(match self {
             Self::Bf16(bits) => Held::Bf16(b.upload(bits)?),
             Self::Int8(bytes, scales) => Held::Int8(b.upload(bytes)?, b.upload(scales)?),
+            Self::F32(numbers) => Held::F32(b.upload(numbers)?),
         })
     }
 }
@@ -116,6 +121,7 @@ impl<B: Backend> Held<B> {
         match self {
             Self::Bf16(bits) => Weight::Bf16(bits),
             Self::Int8(bytes, scales) => Weight::Int8 { bytes, scales },
+            Self::F32(numbers) => Weight::F32(numbers),
         }
     }
 }
@@ -231,7 +237,7 @@ macro_rules! case {
 macro_rules! suite {
     ($($name:ident = $make:expr;)*) => {$(
         mod $name {
-            $crate::suite!(@tests $make, ops: embed norms elementwise linear linear_int8 rope latent narrow attention attention_many index route replay);
+            $crate::suite!(@tests $make, ops: embed norms elementwise linear linear_one_token rope latent narrow attention attention_many index route replay);
             $crate::suite!(@tests $make, experts: raw_experts coded_experts mixed_codecs plane3_experts);
         }
     )*};

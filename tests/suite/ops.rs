@@ -16,7 +16,7 @@ pub fn embed<B: LoadExperts>(b: &B) {
             let ids: Vec<u32> = (0..tokens).map(|_| rng.below(50) as u32).collect();
             let at = At::new(cols, false);
             let dims = [cols, tokens];
-            for table in Dense::both(&mut rng, 50, cols) {
+            for table in Dense::all(&mut rng, 50, cols) {
                 case!(b, format!("embed {} {dims:?}", table.kind()), at.len(tokens),
                     [table: Dense, ids: Vec<u32>, dims: [usize; 2], at: At], |be, out| {
                     let (table, ids) = (table.upload(be)?, be.upload(ids)?);
@@ -33,15 +33,15 @@ pub fn norms<B: LoadExperts>(b: &B) {
         for tokens in [0, 1, 2, 7] {
             let at = At::new(cols, tokens == 2);
             let x = rng.f32s(at.len(tokens));
-            let (w, bias) = (rng.bf16s(cols), rng.bf16s(cols));
+            let (w, bias) = (rng.f32s(cols), rng.f32s(cols));
             let dims = [cols, tokens];
             case!(b, format!("rms_norm {dims:?}"), at.len(tokens),
-                [x: Vec<f32>, w: Vec<u16>, at: At, dims: [usize; 2]], |be, out| {
+                [x: Vec<f32>, w: Vec<f32>, at: At, dims: [usize; 2]], |be, out| {
                 let (x, w) = (be.upload(x)?, be.upload(w)?);
                 be.rms_norm(rows(&x, *at), &w, 1e-6, dims[0], dims[1], rows_mut(out, *at))
             });
             case!(b, format!("layer_norm {dims:?}"), at.len(tokens),
-                [x: Vec<f32>, w: Vec<u16>, bias: Vec<u16>, at: At, dims: [usize; 2]], |be, out| {
+                [x: Vec<f32>, w: Vec<f32>, bias: Vec<f32>, at: At, dims: [usize; 2]], |be, out| {
                 let (x, w, bias) = (be.upload(x)?, be.upload(w)?, be.upload(bias)?);
                 be.layer_norm(rows(&x, *at), &w, &bias, 1e-6, dims[0], dims[1], rows_mut(out, *at))
             });
@@ -101,7 +101,7 @@ pub fn linear<B: LoadExperts>(b: &B) {
                 let (from, to) = (At::new(cols, aligned), At::new(n, aligned));
                 let x = rng.f32s(from.len(tokens));
                 let dims = [n, cols, tokens];
-                for w in Dense::both(&mut rng, n, cols) {
+                for w in Dense::all(&mut rng, n, cols) {
                     let kind = w.kind();
                     case!(b, format!("linear {kind} {dims:?}, add {add}, aligned {aligned}"), to.len(tokens),
                         [x: Vec<f32>, w: Dense, from: At, to: At, dims: [usize; 3], add: bool], |be, out| {
@@ -144,9 +144,9 @@ pub fn rope<B: LoadExperts>(b: &B) {
     }
 }
 
-/// Every shape of the kernels for bytes, one token: few rows, more, many, and columns that are no
-/// multiple of what a warp takes at once.
-pub fn linear_int8<B: LoadExperts>(b: &B) {
+/// Every shape of the kernels for one token: few rows, more, many, and columns that are no multiple of what a
+/// warp takes at once.
+pub fn linear_one_token<B: LoadExperts>(b: &B) {
     let mut rng = Rng::fresh();
     for (n, cols) in [
         (5, 2048),
@@ -157,14 +157,15 @@ pub fn linear_int8<B: LoadExperts>(b: &B) {
     ] {
         let (from, to) = (At::new(cols, true), At::new(n, true));
         let x = rng.f32s(from.len(1));
-        let [_, w] = Dense::both(&mut rng, n, cols);
         let dims = [n, cols];
-        case!(b, format!("linear int8 {dims:?}"), to.len(1),
-            [x: Vec<f32>, w: Dense, from: At, to: At, dims: [usize; 2]], |be, out| {
-            let (x, w) = (be.upload(x)?, w.upload(be)?);
-            let (x, to) = (rows(&x, *from), rows_mut(out, *to));
-            be.linear(x, w.weight(), dims[0], dims[1], 1, true, to)
-        });
+        for w in Dense::all(&mut rng, n, cols) {
+            case!(b, format!("linear {} {dims:?}", w.kind()), to.len(1),
+                [x: Vec<f32>, w: Dense, from: At, to: At, dims: [usize; 2]], |be, out| {
+                let (x, w) = (be.upload(x)?, w.upload(be)?);
+                let (x, to) = (rows(&x, *from), rows_mut(out, *to));
+                be.linear(x, w.weight(), dims[0], dims[1], 1, true, to)
+            });
+        }
     }
 }
 
@@ -205,8 +206,8 @@ const MLAS: [Mla; 4] = [
 ];
 
 /// More rows than lie in shared memory at once; weights whose rows are multiples of 16 bytes, in several
-/// blocks of bf16, and such as are not.
-const DEEP: [Mla; 2] = [
+/// blocks of bf16 and of f32, and such as are not.
+const DEEP: [Mla; 3] = [
     Mla {
         heads: 2,
         nope: 531,
@@ -221,6 +222,14 @@ const DEEP: [Mla; 2] = [
         rope: 2,
         value: 3,
         latent: 20,
+        scaling: 0.5,
+    },
+    Mla {
+        heads: 3,
+        nope: 270,
+        rope: 2,
+        value: 5,
+        latent: 71,
         scaling: 0.5,
     },
 ];
@@ -252,7 +261,7 @@ pub fn latent<B: LoadExperts>(b: &B) {
             let x = rng.f32s(x_at.len(tokens));
             let tokens = &tokens;
             let at = [q_at, latent_at, x_at, value_at];
-            for kv_b in Dense::both(&mut rng, heads * (nope + value), latent) {
+            for kv_b in Dense::all(&mut rng, heads * (nope + value), latent) {
                 let kind = kv_b.kind();
                 case!(b, format!("absorb_query {kind} {mla:?} x {tokens}"), latent_at.len(*tokens),
                     [q: Vec<f32>, kv_b: Dense, mla: Mla, tokens: usize, at: [At; 4]], |be, out| {

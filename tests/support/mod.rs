@@ -1,11 +1,17 @@
 //! What several integration tests need: where data is, converted models, oracles.
 #![allow(dead_code)]
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use host::convert::{Options, convert};
 use host::expert::ScaleKind;
+use safetensors::SafeTensors;
+use safetensors::tensor::{Dtype, TensorView};
 use serde::Deserialize;
+
+/// Tensors by name: type, shape, little-endian bytes.
+pub type Tensors = BTreeMap<String, (Dtype, Vec<usize>, Vec<u8>)>;
 
 /// `tests/data` of the repository, or `$ANSATZ_TEST_DATA` in a bundle.
 pub fn data() -> PathBuf {
@@ -44,6 +50,62 @@ pub fn converted(model: &str, scales: ScaleKind) -> Option<tempfile::TempDir> {
     let options = Options::new(scales);
     convert(&checkpoint, &dir.path().join("model"), &options, |_, _| ()).unwrap();
     Some(dir)
+}
+
+/// The tensors of checkpoint `name` of `tests/data`.
+pub fn checkpoint(name: &str) -> Tensors {
+    tensors(&data().join(format!("{name}-hf/model.safetensors")))
+}
+
+/// The tensors of a file.
+pub fn tensors(file: &Path) -> Tensors {
+    let bytes = std::fs::read(file).unwrap();
+    let file = SafeTensors::deserialize(&bytes).unwrap();
+    let tensors = file.tensors().into_iter();
+    tensors
+        .map(|(name, t)| (name, (t.dtype(), t.shape().to_vec(), t.data().to_vec())))
+        .collect()
+}
+
+/// In float32, of weights that bf16 does not hold, as `tools/oracle.py f32` makes it.
+pub fn to_f32(mut tensors: Tensors) -> Tensors {
+    for (dtype, _, bytes) in tensors.values_mut() {
+        if *dtype == Dtype::BF16 {
+            let high = bytes.chunks(2).map(|b| u16::from_le_bytes([b[0], b[1]]));
+            let low = (0..).map(|i: u32| i.wrapping_mul(40503).wrapping_add(12345) & 0xffff);
+            let wide = high.zip(low).map(|(high, low)| u32::from(high) << 16 | low);
+            (*dtype, *bytes) = (Dtype::F32, wide.flat_map(u32::to_le_bytes).collect());
+        }
+    }
+    tensors
+}
+
+/// The same rounded to bf16, routers' biases aside.
+pub fn to_bf16(mut tensors: Tensors) -> Tensors {
+    for (name, (dtype, _, bytes)) in &mut tensors {
+        if *dtype == Dtype::F32 && !name.ends_with("e_score_correction_bias") {
+            let narrow = f32s(bytes).into_iter().map(half::bf16::from_f32);
+            (*dtype, *bytes) = (Dtype::BF16, narrow.flat_map(|b| b.to_le_bytes()).collect());
+        }
+    }
+    tensors
+}
+
+/// Little-endian bytes as f32.
+pub fn f32s(bytes: &[u8]) -> Vec<f32> {
+    let each = bytes.chunks(4);
+    each.map(|b| f32::from_le_bytes(b.try_into().unwrap()))
+        .collect()
+}
+
+/// Writes a checkpoint of these tensors with the configuration of `name`.
+pub fn write_checkpoint(dir: &Path, name: &str, tensors: &Tensors) {
+    let views = tensors.iter().map(|(name, (dtype, shape, bytes))| {
+        (name, TensorView::new(*dtype, shape.clone(), bytes).unwrap())
+    });
+    safetensors::serialize_to_file(views, None, &dir.join("model.safetensors")).unwrap();
+    let config = data().join(format!("{name}-hf/config.json"));
+    std::fs::copy(config, dir.join("config.json")).unwrap();
 }
 
 /// An oracle file.

@@ -211,6 +211,8 @@ pub enum Weight<'a, B: Backend> {
         /// The scales.
         scales: &'a B::Buf<f32>,
     },
+    /// f32.
+    F32(&'a B::Buf<f32>),
 }
 
 impl<B: Backend> Clone for Weight<'_, B> {
@@ -295,11 +297,11 @@ pub trait Backend: Sized {
         out: RowsMut<'_, Self::Buf<f32>>,
     ) -> Result<(), Self::Error>;
 
-    /// `out = (x * 1/sqrt(dot(x, x)/cols + eps)) * weight`, weight bf16 `[cols]`.
+    /// `out = (x * 1/sqrt(dot(x, x)/cols + eps)) * weight`, weight `[cols]`.
     fn rms_norm(
         &self,
         x: Rows<'_, Self::Buf<f32>>,
-        weight: &Self::Buf<u16>,
+        weight: &Self::Buf<f32>,
         eps: f32,
         cols: usize,
         tokens: usize,
@@ -311,8 +313,8 @@ pub trait Backend: Sized {
     fn layer_norm(
         &self,
         x: Rows<'_, Self::Buf<f32>>,
-        weight: &Self::Buf<u16>,
-        bias: &Self::Buf<u16>,
+        weight: &Self::Buf<f32>,
+        bias: &Self::Buf<f32>,
         eps: f32,
         cols: usize,
         tokens: usize,

@@ -150,6 +150,7 @@ fn weight_row(
             let scale = slice(scales, r, 1)?[0];
             (row.iter().map(|q| f32::from(*q)).collect(), Some(scale))
         }
+        Weight::F32(numbers) => (slice(numbers, r * cols, cols)?.to_vec(), None),
     })
 }
 
@@ -227,6 +228,7 @@ impl Backend for Reference {
             let have = match table {
                 Weight::Bf16(bits) => bits.len() / cols,
                 Weight::Int8 { bytes, .. } => bytes.len() / cols,
+                Weight::F32(numbers) => numbers.len() / cols,
             };
             if id >= have {
                 let what = "token";
@@ -243,13 +245,13 @@ impl Backend for Reference {
     fn rms_norm(
         &self,
         x: Rows<'_, Vec<f32>>,
-        weight: &Vec<u16>,
+        weight: &Vec<f32>,
         eps: f32,
         cols: usize,
         tokens: usize,
         mut out: RowsMut<'_, Vec<f32>>,
     ) -> Result<()> {
-        let w = widen(slice(weight, 0, cols)?);
+        let w = slice(weight, 0, cols)?;
         for t in 0..tokens {
             let x = x.row(t, cols)?;
             let r = arith::rms_factor(plain::dot(x, x), cols, eps);
@@ -263,15 +265,15 @@ impl Backend for Reference {
     fn layer_norm(
         &self,
         x: Rows<'_, Vec<f32>>,
-        weight: &Vec<u16>,
-        bias: &Vec<u16>,
+        weight: &Vec<f32>,
+        bias: &Vec<f32>,
         eps: f32,
         cols: usize,
         tokens: usize,
         mut out: RowsMut<'_, Vec<f32>>,
     ) -> Result<()> {
-        let w = widen(slice(weight, 0, cols)?);
-        let b = widen(slice(bias, 0, cols)?);
+        let w = slice(weight, 0, cols)?;
+        let b = slice(bias, 0, cols)?;
         for t in 0..tokens {
             let x = x.row(t, cols)?;
             let mean = plain::sum(x) / cols as f32;

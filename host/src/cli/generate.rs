@@ -201,7 +201,10 @@ impl EngineArgs {
             );
         }
         if engine.rounded() > 0 {
-            ui::note!("{} dense tensors were rounded to bf16", engine.rounded());
+            ui::note!(
+                "{} quantised dense matrices were rounded to bf16",
+                engine.rounded()
+            );
         }
         Ok(engine)
     }

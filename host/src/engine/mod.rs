@@ -258,7 +258,7 @@ pub trait Engine {
     fn config(&self) -> &Config;
     /// Where it runs and its experts are.
     fn placement(&self) -> Placement;
-    /// Dense tensors that lost bits on the way from f32 to bf16.
+    /// Quantised dense matrices that were rounded to bf16.
     fn rounded(&self) -> usize;
     /// Starts an empty sequence with room for `capacity` tokens; `wanted` is the most that
     /// [`Engine::forward`] will be asked for.

@@ -10,7 +10,7 @@ use super::format::{Format, Weight};
 use super::inventory::inventory;
 use super::matrix::HostMatrix;
 use super::shards::{Shards, looks_like_container};
-use super::tensors::u16s;
+use super::tensors::{f32s, u16s};
 use crate::archive::{ArchiveError, ExpertSource, LOW_NIBBLES};
 use crate::expert::{ExpertShape, MatrixKind, RawMatrix, ScaleKind, int8_nibble, int8_nibbles};
 
@@ -63,10 +63,10 @@ fn with_drafts(config: &Config) -> Config {
     }
 }
 
-/// The dense tensors, read as bf16.
+/// The dense tensors.
 pub struct Dense {
     shards: Shards,
-    /// Tensors that bf16 does not hold exactly.
+    /// Matrices whose weights were not bf16's but became that.
     rounded: std::cell::Cell<usize>,
 }
 
@@ -87,7 +87,7 @@ impl Dense {
         })
     }
 
-    /// How many tensors were rounded to bf16: f32 with more precision, quantised ones.
+    /// How many quantised matrices were rounded to bf16.
     pub fn rounded(&self) -> usize {
         self.rounded.get()
     }
@@ -125,20 +125,45 @@ impl Dense {
         Ok(())
     }
 
-    /// Appends a tensor's bf16 bits to `to`; anything else is widened to f32 and rounded to
-    /// nearest, ties to even.
-    pub fn bf16(&self, name: &str, shape: &[usize], to: &mut Vec<u16>) -> Result<(), ModelError> {
+    /// Bytes that a tensor takes in memory, its scales included, and whether it is integers of a byte.
+    pub fn bytes(&self, name: &str, shape: &[usize]) -> Result<(u64, bool), ModelError> {
+        let format = self.check(name, shape)?;
+        let n = shape.iter().product::<usize>() as u64;
+        Ok(match (shape, format) {
+            ([rows, cols], _) if format.has_row_scales(*cols) => (n + 4 * *rows as u64, true),
+            ([_, _], Format::Bf16 | Format::Int8Row | Format::Int4 { .. } | Format::Fp8Block) => {
+                (2 * n, false)
+            }
+            // Vectors are f32, whatever they were.
+            ([_, _], Format::F32) | (_, _) => (4 * n, false),
+        })
+    }
+
+    /// A matrix as it is used: floats stay what they are, integers with row scales integers of a byte each;
+    /// another format is widened to f32 and rounded to bf16, to nearest, ties to even.
+    pub fn matrix(&self, name: &str, shape: &[usize]) -> Result<HostMatrix<'_>, ModelError> {
         let weight = self.weight(name, shape)?;
-        if weight.format == Format::Bf16 {
-            to.extend_from_slice(&u16s(weight.bytes));
-            return Ok(());
+        match weight.format {
+            Format::Bf16 => Ok(HostMatrix::Bf16(u16s(weight.bytes))),
+            Format::F32 => Ok(HostMatrix::F32(f32s(weight.bytes))),
+            format if format.has_row_scales(weight.cols) => Ok(HostMatrix::Int8 {
+                bytes: weight.integers(),
+                scales: weight.scales,
+            }),
+            Format::Int8Row | Format::Int4 { .. } | Format::Fp8Block => {
+                Ok(HostMatrix::Bf16(self.round(&weight).into()))
+            }
         }
+    }
+
+    /// bf16 bits of a matrix of another format.
+    fn round(&self, weight: &Weight<'_>) -> Vec<u16> {
         let mut exact = true;
         let mut row = vec![0.0; weight.cols];
-        to.reserve(weight.len());
+        let mut bits = Vec::with_capacity(weight.len());
         for r in 0..weight.rows {
             weight.widen(r * weight.cols, &mut row);
-            to.extend(row.iter().map(|x| {
+            bits.extend(row.iter().map(|x| {
                 let b = half::bf16::from_f32(*x);
                 exact &= b.to_f32().to_bits() == x.to_bits();
                 b.to_bits()
@@ -147,39 +172,10 @@ impl Dense {
         if !exact {
             self.rounded.set(self.rounded.get() + 1);
         }
-        Ok(())
+        bits
     }
 
-    /// Bytes that a tensor takes in memory, its scales included, and whether it is integers of a byte.
-    pub fn bytes(&self, name: &str, shape: &[usize]) -> Result<(u64, bool), ModelError> {
-        let format = self.check(name, shape)?;
-        let n = shape.iter().product::<usize>() as u64;
-        Ok(match *shape {
-            [rows, cols] if format.has_row_scales(cols) => (n + 4 * rows as u64, true),
-            _ if name.ends_with("e_score_correction_bias") => (4 * n, false),
-            _ => (2 * n, false),
-        })
-    }
-
-    /// A matrix as it is used: integers with row scales stay that, of a byte each; another format
-    /// becomes bf16 as [`Dense::bf16`] has it.
-    pub fn matrix(&self, name: &str, shape: &[usize]) -> Result<HostMatrix<'_>, ModelError> {
-        let weight = self.weight(name, shape)?;
-        match weight.format {
-            Format::Bf16 => Ok(HostMatrix::Bf16(u16s(weight.bytes))),
-            format if format.has_row_scales(weight.cols) => Ok(HostMatrix::Int8 {
-                bytes: weight.integers(),
-                scales: weight.scales,
-            }),
-            _ => {
-                let mut bits = Vec::new();
-                self.bf16(name, shape, &mut bits)?;
-                Ok(HostMatrix::Bf16(bits.into()))
-            }
-        }
-    }
-
-    /// A tensor as f32.
+    /// A tensor as f32; vectors, which are bf16 or f32, exactly.
     pub fn f32(&self, name: &str, shape: &[usize]) -> Result<Vec<f32>, ModelError> {
         let weight = self.weight(name, shape)?;
         let mut out = vec![0.0; weight.len()];

@@ -15,6 +15,8 @@ pub enum HostMatrix<'a> {
         /// One a row.
         scales: Cow<'a, [f32]>,
     },
+    /// f32.
+    F32(Cow<'a, [f32]>),
 }
 
 fn picked<T: Copy>(rows: &[T], cols: usize, from: impl Iterator<Item = usize>) -> Vec<T> {
@@ -28,6 +30,7 @@ impl HostMatrix<'_> {
         match self {
             Self::Bf16(bits) => bits.len(),
             Self::Int8 { bytes, .. } => bytes.len(),
+            Self::F32(numbers) => numbers.len(),
         }
     }
 
@@ -43,6 +46,7 @@ impl HostMatrix<'_> {
                 bytes: picked(bytes, cols, from.clone()).into(),
                 scales: picked(scales, 1, from).into(),
             },
+            Self::F32(numbers) => HostMatrix::F32(picked(numbers, cols, from).into()),
         }
     }
 
@@ -54,6 +58,7 @@ impl HostMatrix<'_> {
                 bytes: backend.upload(bytes)?,
                 scales: backend.upload(scales)?,
             },
+            Self::F32(numbers) => Part::F32(backend.upload(numbers)?),
         })
     }
 }
@@ -69,6 +74,8 @@ pub enum Part<B: Backend> {
         /// One a row.
         scales: B::Buf<f32>,
     },
+    /// f32.
+    F32(B::Buf<f32>),
 }
 
 impl<B: Backend> Part<B> {
@@ -77,6 +84,7 @@ impl<B: Backend> Part<B> {
         match self {
             Self::Bf16(bits) => Weight::Bf16(bits),
             Self::Int8 { bytes, scales } => Weight::Int8 { bytes, scales },
+            Self::F32(numbers) => Weight::F32(numbers),
         }
     }
 }
@@ -116,28 +124,35 @@ fn together<B: Backend>(
     group: &[HostMatrix<'_>],
     (rows, len): (usize, usize),
 ) -> Result<Part<B>, B::Error> {
-    let mut at = 0;
-    if let HostMatrix::Bf16(_) = group[0] {
-        let mut all = backend.alloc::<u16>(len)?;
-        for m in group {
-            if let HostMatrix::Bf16(bits) = m {
-                backend.write(&mut all, at, bits)?;
-                at += bits.len();
+    let (mut at, mut row) = (0, 0);
+    let mut all = match group[0] {
+        HostMatrix::Bf16(_) => Part::Bf16(backend.alloc(len)?),
+        HostMatrix::F32(_) => Part::F32(backend.alloc(len)?),
+        HostMatrix::Int8 { .. } => Part::Int8 {
+            bytes: backend.alloc(len)?,
+            scales: backend.alloc(rows)?,
+        },
+    };
+    for m in group {
+        match (&mut all, m) {
+            (Part::Bf16(all), HostMatrix::Bf16(bits)) => backend.write(all, at, bits)?,
+            (Part::F32(all), HostMatrix::F32(numbers)) => backend.write(all, at, numbers)?,
+            (
+                Part::Int8 {
+                    bytes: all,
+                    scales: all_scales,
+                },
+                HostMatrix::Int8 { bytes, scales },
+            ) => {
+                backend.write(all, at, bytes)?;
+                backend.write(all_scales, row, scales)?;
+                row += scales.len();
+            }
+            (Part::Bf16(_) | Part::F32(_) | Part::Int8 { .. }, _) => {
+                unreachable!("matrices of one kind")
             }
         }
-        return Ok(Part::Bf16(all));
+        at += m.len();
     }
-    let (mut all, mut all_scales) = (backend.alloc::<i8>(len)?, backend.alloc::<f32>(rows)?);
-    let mut row = 0;
-    for m in group {
-        if let HostMatrix::Int8 { bytes, scales } = m {
-            backend.write(&mut all, at, bytes)?;
-            backend.write(&mut all_scales, row, scales)?;
-            (at, row) = (at + bytes.len(), row + scales.len());
-        }
-    }
-    Ok(Part::Int8 {
-        bytes: all,
-        scales: all_scales,
-    })
+    Ok(all)
 }

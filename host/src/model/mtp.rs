@@ -90,11 +90,11 @@ pub fn want(dir: &Path, config: &mut Config) -> Result<(), ModelError> {
 
 /// The layer on a back end.
 pub struct Mtp<B: LoadExperts> {
-    embedding_norm: B::Buf<u16>,
-    hidden_norm: B::Buf<u16>,
+    embedding_norm: B::Buf<f32>,
+    hidden_norm: B::Buf<f32>,
     projection: Matrix<B>,
     layer: Layer<B>,
-    norm: B::Buf<u16>,
+    norm: B::Buf<f32>,
 }
 
 impl<B: LoadExperts> Mtp<B> {

@@ -44,8 +44,8 @@ pub(super) struct Ffn<B: LoadExperts> {
 /// A layer's own indexer.
 pub(super) struct Indexer<B: LoadExperts> {
     pub query: Matrix<B>,
-    pub key_norm: B::Buf<u16>,
-    pub key_bias: B::Buf<u16>,
+    pub key_norm: B::Buf<f32>,
+    pub key_bias: B::Buf<f32>,
 }
 
 /// A router with its experts.
@@ -69,10 +69,10 @@ pub(super) struct Latent<B: LoadExperts> {
     /// indexer `wk` and `weights_proj` ([`Columns`]).
     pub input: Matrix<B>,
     /// None where queries are not compressed.
-    pub q_norm: Option<B::Buf<u16>>,
+    pub q_norm: Option<B::Buf<f32>>,
     /// `q_b`, or the one matrix of queries that are not compressed.
     pub q: Matrix<B>,
-    pub kv_norm: B::Buf<u16>,
+    pub kv_norm: B::Buf<f32>,
     /// Rows that multiply queries on one side and give values on the other.
     pub kv_b: Part<B>,
     pub o: Matrix<B>,
@@ -85,9 +85,9 @@ pub(super) enum Attention<B: LoadExperts> {
 }
 
 pub(super) struct Layer<B: LoadExperts> {
-    pub input_norm: B::Buf<u16>,
+    pub input_norm: B::Buf<f32>,
     pub attention: Attention<B>,
-    pub post_norm: B::Buf<u16>,
+    pub post_norm: B::Buf<f32>,
     pub mlp: Mlp<B>,
 }
 
@@ -130,7 +130,7 @@ pub struct Model<B: LoadExperts> {
     pub(super) layers: Vec<Layer<B>>,
     /// What drafts.
     pub(super) mtp: Option<Mtp<B>>,
-    pub(super) norm: B::Buf<u16>,
+    pub(super) norm: B::Buf<f32>,
     /// `None` where it is the embedding table.
     pub(super) head: Option<Part<B>>,
     pub(super) inv_freq: B::Buf<f32>,
@@ -204,23 +204,21 @@ impl<'a, B: LoadExperts> Loader<'a, B> {
         self.place(name, matrix.upload(self.backend))
     }
 
-    pub fn vector(&mut self, name: &str, len: usize) -> Result<B::Buf<u16>, ModelError> {
-        let mut bits = Vec::with_capacity(len);
-        self.dense.bf16(name, &[len], &mut bits)?;
-        self.place(name, self.backend.upload(&bits))
+    /// A norm's weights or bias, or a router's.
+    pub fn vector(&self, name: &str, len: usize) -> Result<B::Buf<f32>, ModelError> {
+        self.vector_by(name, len, 0..len)
     }
 
-    /// A norm's weights, in another order.
+    /// The same in another order.
     pub fn vector_by(
-        &mut self,
+        &self,
         name: &str,
         len: usize,
         order: impl Iterator<Item = usize>,
-    ) -> Result<B::Buf<u16>, ModelError> {
-        let mut bits = Vec::with_capacity(len);
-        self.dense.bf16(name, &[len], &mut bits)?;
-        let bits: Vec<u16> = order.map(|i| bits[i]).collect();
-        self.place(name, self.backend.upload(&bits))
+    ) -> Result<B::Buf<f32>, ModelError> {
+        let numbers = self.dense.f32(name, &[len])?;
+        let numbers: Vec<f32> = order.map(|i| numbers[i]).collect();
+        self.place(name, self.backend.upload(&numbers))
     }
 
     fn ffn(&mut self, l: usize, prefix: &str, width: usize) -> Result<Ffn<B>, ModelError> {
@@ -337,12 +335,10 @@ impl<'a, B: LoadExperts> Loader<'a, B> {
             None => Attention::Latent(self.latent(l, kind)?),
         };
         let mlp = if kind.sparse {
+            let bias = at(l, "mlp.gate.e_score_correction_bias");
             let bias = match c.router.scoring {
-                Scoring::Sigmoid => self.dense.f32(
-                    &at(l, "mlp.gate.e_score_correction_bias"),
-                    &[c.router.experts],
-                )?,
-                Scoring::Softmax => vec![0.0; c.router.experts],
+                Scoring::Sigmoid => self.vector(&bias, c.router.experts)?,
+                Scoring::Softmax => self.place(&bias, self.backend.alloc(c.router.experts))?,
             };
             let experts = self.experts(l, source, form)?;
             let low = match source.is_int8(l) {
@@ -351,7 +347,7 @@ impl<'a, B: LoadExperts> Loader<'a, B> {
             };
             Mlp::Sparse(Moe {
                 router: self.one(&at(l, "mlp.gate.weight"), &[c.router.experts, c.hidden])?,
-                bias: self.place("e_score_correction_bias", self.backend.upload(&bias))?,
+                bias,
                 experts,
                 low,
                 shared: match c.shared_intermediate {
@@ -557,7 +553,7 @@ impl<B: LoadExperts> Model<B> {
         self.placement
     }
 
-    /// Dense tensors that were f32 and lost bits as bf16.
+    /// Quantised dense matrices that were rounded to bf16.
     pub fn rounded(&self) -> usize {
         self.rounded
     }

@@ -208,7 +208,7 @@ fn machine<D: Device>(
         config.router.top_k,
         config.hidden,
         config.layers.len(),
-        dense.bf16 as f64 / 1e6,
+        dense.floats as f64 / 1e6,
         dense.int8 as f64 / 1e6,
     ))
 }
@@ -723,8 +723,8 @@ fn out_of_memory(e: &ModelError) -> bool {
 /// Launches of a layer that are not its routed experts'.
 const LAUNCHES: f64 = 25.0;
 
-/// The dense part of a token, estimated: its bytes at the rate of one large matrix of their kind, and its
-/// launches.
+/// The dense part of a token, estimated: its bytes at the rate of one large matrix of their kind, f32 at that of
+/// bf16, and its launches.
 fn dense<D: Device>(
     backend: &KernelBackend<D>,
     config: &Config,
@@ -747,10 +747,10 @@ fn dense<D: Device>(
         Ok::<_, CalibrateError>(median(times) / (size * rows_of * cols) as f64)
     };
     let mut bytes = 0.0;
-    if part.bf16 > 0 {
+    if part.floats > 0 {
         let rows_of = ((256 << 20) / (2 * cols)).min(most);
         let weight = backend.alloc::<u16>(rows_of * cols)?;
-        bytes += part.bf16 as f64 * a_byte(Weight::Bf16(&weight), 2, rows_of)?;
+        bytes += part.floats as f64 * a_byte(Weight::Bf16(&weight), 2, rows_of)?;
     }
     if part.int8 > 0 {
         let rows_of = ((256 << 20) / cols).min(most);

@@ -34,8 +34,8 @@ pub fn allocation(bytes: u64) -> u64 {
 pub struct DensePart {
     /// What they take on the device, embedding and head included.
     pub held: u64,
-    /// Those of bf16 that a token reads: all but the embedding table, of which it reads a row.
-    pub bf16: u64,
+    /// Those of floats, bf16 and f32, that a token reads: all but the embedding table, of which it reads a row.
+    pub floats: u64,
     /// The same of int8.
     pub int8: u64,
 }
@@ -59,7 +59,11 @@ impl DensePart {
             if name.ends_with("embed_tokens.weight") && !config.tied {
                 continue;
             }
-            *(if int8 { &mut part.int8 } else { &mut part.bf16 }) += bytes;
+            *(if int8 {
+                &mut part.int8
+            } else {
+                &mut part.floats
+            }) += bytes;
         }
         Ok(part)
     }
@@ -200,8 +204,8 @@ mod tests {
         let (wide, narrow) = (of(false), of(true));
         assert!((34.0..38.0).contains(&gb(wide.held)), "{wide:?}");
         assert!((18.0..20.0).contains(&gb(narrow.held)), "{narrow:?}");
-        assert!(wide.bf16 + 1_900_000_000 < wide.held && wide.int8 == 0);
-        assert!(gb(narrow.bf16) < 0.5, "{narrow:?}");
+        assert!(wide.floats + 1_900_000_000 < wide.held && wide.int8 == 0);
+        assert!(gb(narrow.floats) < 0.5, "{narrow:?}");
         // 78 layers of 576, and 21 indexers of 128, f32.
         let bytes = 8192 * 4 * (78 * 576 + 21 * 128) as u64;
         let taken = cache(&config, 8192);

@@ -44,7 +44,7 @@ unsafe fn dot_rows_body<S: Simd, E: Element>(w: &[E], x: &[f32], out: &mut [f32]
     }
 }
 
-/// [`dot_rows_body`] of bf16 or of bytes.
+/// [`dot_rows_body`] of each kind of numbers.
 #[inline(always)]
 unsafe fn dot_rows_of<S: Simd>(w: Numbers<'_>, x: &[f32], out: &mut [f32]) {
     // SAFETY: as the caller.
@@ -52,6 +52,7 @@ unsafe fn dot_rows_of<S: Simd>(w: Numbers<'_>, x: &[f32], out: &mut [f32]) {
         match w {
             Numbers::Bf16(w) => dot_rows_body::<S, u16>(w, x, out),
             Numbers::Int8(w) => dot_rows_body::<S, i8>(w, x, out),
+            Numbers::F32(w) => dot_rows_body::<S, f32>(w, x, out),
         }
     }
 }
@@ -175,7 +176,7 @@ unsafe fn linear_body<S: Simd, E: Element>(w: &[E], cols: usize, xs: &[&[f32]], 
     }
 }
 
-/// [`linear_body`] of bf16 or of bytes.
+/// [`linear_body`] of each kind of numbers.
 #[inline(always)]
 unsafe fn linear_of<S: Simd>(w: Numbers<'_>, cols: usize, xs: &[&[f32]], out: &mut [f32]) {
     // SAFETY: as the caller.
@@ -183,17 +184,18 @@ unsafe fn linear_of<S: Simd>(w: Numbers<'_>, cols: usize, xs: &[&[f32]], out: &m
         match w {
             Numbers::Bf16(w) => linear_body::<S, u16>(w, cols, xs, out),
             Numbers::Int8(w) => linear_body::<S, i8>(w, cols, xs, out),
+            Numbers::F32(w) => linear_body::<S, f32>(w, cols, xs, out),
         }
     }
 }
 
 /// `out = (x * rms_factor) * weight`.
 #[inline(always)]
-unsafe fn rms_norm_body<S: Simd>(x: &[f32], weight: &[u16], eps: f32, out: &mut [f32]) {
+unsafe fn rms_norm_body<S: Simd>(x: &[f32], weight: &[f32], eps: f32, out: &mut [f32]) {
     // SAFETY: as the caller.
     let r = arith::rms_factor(unsafe { dot::<S, f32>(x, x) }, x.len(), eps);
     for ((out, x), w) in out.iter_mut().zip(x).zip(weight) {
-        *out = (x * r) * arith::bf16(*w);
+        *out = (x * r) * w;
     }
 }
 
@@ -201,8 +203,8 @@ unsafe fn rms_norm_body<S: Simd>(x: &[f32], weight: &[u16], eps: f32, out: &mut 
 #[inline(always)]
 unsafe fn layer_norm_body<S: Simd>(
     x: &[f32],
-    weight: &[u16],
-    bias: &[u16],
+    weight: &[f32],
+    bias: &[f32],
     eps: f32,
     out: &mut [f32],
 ) {
@@ -213,7 +215,7 @@ unsafe fn layer_norm_body<S: Simd>(
     // SAFETY: as the caller.
     let r = arith::rms_factor(unsafe { dot::<S, f32>(out, out) }, x.len(), eps);
     for ((out, w), b) in out.iter_mut().zip(weight).zip(bias) {
-        *out = arith::fma(*out * r, arith::bf16(*w), arith::bf16(*b));
+        *out = arith::fma(*out * r, *w, *b);
     }
 }
 
@@ -333,7 +335,7 @@ unsafe fn absorb_body<S: Simd, E: Element>(w: &[E], cols: usize, qs: &[&[f32]], 
     }
 }
 
-/// [`absorb_body`] of bf16 or of bytes.
+/// [`absorb_body`] of each kind of numbers.
 #[inline(always)]
 unsafe fn absorb_of<S: Simd>(w: Numbers<'_>, cols: usize, qs: &[&[f32]], out: &mut [f32]) {
     // SAFETY: as the caller.
@@ -341,6 +343,7 @@ unsafe fn absorb_of<S: Simd>(w: Numbers<'_>, cols: usize, qs: &[&[f32]], out: &m
         match w {
             Numbers::Bf16(w) => absorb_body::<S, u16>(w, cols, qs, out),
             Numbers::Int8(w) => absorb_body::<S, i8>(w, cols, qs, out),
+            Numbers::F32(w) => absorb_body::<S, f32>(w, cols, qs, out),
         }
     }
 }
@@ -640,9 +643,9 @@ arms! {
     /// `out[t][r] = dot(w[r], xs[t])`, `w` `[rows, cols]`, `out` `[tokens][rows]`.
     fn linear(w: Numbers<'_>, cols: usize, xs: &[&[f32]], out: &mut [f32]) = linear_of;
     /// RMS normalisation of a row.
-    pub fn rms_norm(x: &[f32], weight: &[u16], eps: f32, out: &mut [f32]) = rms_norm_body;
+    pub fn rms_norm(x: &[f32], weight: &[f32], eps: f32, out: &mut [f32]) = rms_norm_body;
     /// Layer normalisation of a row.
-    pub fn layer_norm(x: &[f32], weight: &[u16], bias: &[u16], eps: f32, out: &mut [f32]) = layer_norm_body;
+    pub fn layer_norm(x: &[f32], weight: &[f32], bias: &[f32], eps: f32, out: &mut [f32]) = layer_norm_body;
     /// `out = silu(gate) * up`.
     pub fn silu_mul(gate: &[f32], up: &[f32], out: &mut [f32]) = silu_mul_body;
     /// Queries into the latent space, for one head: `w` `[nope, cols]`, `out` `[tokens][cols]`.
@@ -683,6 +686,7 @@ pub fn width(level: Level) -> usize {
 enum Numbers<'a> {
     Bf16(&'a [u16]),
     Int8(&'a [i8]),
+    F32(&'a [f32]),
 }
 
 /// Rows of a dense matrix.
@@ -705,6 +709,7 @@ impl<'a> Block<'a> {
                 Numbers::Int8(&bytes[at..][..len]),
                 Some(&scales[first..][..rows]),
             ),
+            Weight::F32(w) => (Numbers::F32(&w[at..][..len]), None),
         };
         Self {
             numbers,
@@ -728,6 +733,7 @@ impl<'a> Block<'a> {
                     *out = w.widen() * s;
                 }
             }
+            (Numbers::F32(w), _) => out.copy_from_slice(w),
         }
     }
 }

@@ -299,7 +299,7 @@ impl Backend for Cpu {
     fn rms_norm(
         &self,
         x: Rows<'_, Buf<f32>>,
-        weight: &Buf<u16>,
+        weight: &Buf<f32>,
         eps: f32,
         cols: usize,
         tokens: usize,
@@ -314,8 +314,8 @@ impl Backend for Cpu {
     fn layer_norm(
         &self,
         x: Rows<'_, Buf<f32>>,
-        weight: &Buf<u16>,
-        bias: &Buf<u16>,
+        weight: &Buf<f32>,
+        bias: &Buf<f32>,
         eps: f32,
         cols: usize,
         tokens: usize,

@@ -1,4 +1,4 @@
-//! The operators with dense weights, of bf16 or of bytes, as launches.
+//! The operators with dense weights, of bf16, of bytes or of f32, as launches.
 
 use cuda_std::mem::Slice;
 
@@ -6,7 +6,7 @@ use super::buffer::{Buffer, View, blocks, input, output, word};
 use super::device::{Device, Launch};
 use super::error::Result;
 use super::ops::KernelBackend;
-use super::plan;
+use super::plan::{self, Numbers};
 use super::table::*;
 use crate::backend::{Mla, Rows, RowsMut, Weight};
 
@@ -14,9 +14,9 @@ use crate::backend::{Mla, Rows, RowsMut, Weight};
 #[derive(Clone, Copy)]
 struct Part {
     weight: Slice,
-    /// f32 one a row of bytes; empty of bf16.
+    /// f32 one a row of bytes; else empty.
     scales: Slice,
-    int8: bool,
+    numbers: Numbers,
 }
 
 /// The rows of `weight` from row `skip` on, `cols` columns each, at least `rows` of them.
@@ -30,12 +30,17 @@ fn part<D: Device>(
         Weight::Bf16(bits) => Part {
             weight: bits.from(what, at, len)?,
             scales: Slice::EMPTY,
-            int8: false,
+            numbers: Numbers::Bf16,
         },
         Weight::Int8 { bytes, scales } => Part {
             weight: bytes.from(what, at, len)?,
             scales: scales.from(what, skip, rows)?,
-            int8: true,
+            numbers: Numbers::Int8,
+        },
+        Weight::F32(numbers) => Part {
+            weight: numbers.from(what, at, len)?,
+            scales: Slice::EMPTY,
+            numbers: Numbers::F32,
         },
     })
 }
@@ -61,6 +66,7 @@ impl<D: Device> KernelBackend<D> {
         let len = match table {
             Weight::Bf16(bits) => bits.len(),
             Weight::Int8 { bytes, .. } => bytes.len(),
+            Weight::F32(numbers) => numbers.len(),
         };
         let vocab = len.checked_div(cols).unwrap_or(0);
         let part = part("embed: table", table, (0, vocab, cols))?;
@@ -76,10 +82,10 @@ impl<D: Device> KernelBackend<D> {
         };
         let blocks = args.cols.div_ceil(gpu::embed::THREADS);
         let launch = Launch::new([blocks, word("tokens", tokens)?, 1], gpu::embed::THREADS);
-        if part.int8 {
-            self.launch::<EmbedInt8>(launch, args)
-        } else {
-            self.launch::<Embed>(launch, args)
+        match part.numbers {
+            Numbers::Bf16 => self.launch::<Embed>(launch, args),
+            Numbers::Int8 => self.launch::<EmbedInt8>(launch, args),
+            Numbers::F32 => self.launch::<EmbedF32>(launch, args),
         }
     }
 
@@ -115,7 +121,10 @@ impl<D: Device> KernelBackend<D> {
         out: View,
         batch: Batch,
     ) -> Result<()> {
-        let unit = if part.int8 { 8 } else { 16 };
+        let unit = match part.numbers {
+            Numbers::Int8 => 8,
+            Numbers::Bf16 | Numbers::F32 => 16,
+        };
         let vector = x.aligned()
             && cols.is_multiple_of(8)
             && batch.x.is_multiple_of(4)
@@ -141,22 +150,30 @@ impl<D: Device> KernelBackend<D> {
             reserved: 0,
         };
         let limits = self.device().limits();
-        let (tile, launch) = plan::linear(limits, (rows, cols), tokens, batch.n, vector, part.int8);
-        match (part.int8, tile) {
-            (false, (1, 1)) => self.launch::<LinearThin>(launch, args),
-            (false, (2, 1)) => self.launch::<LinearTwo>(launch, args),
-            (false, (4, 1)) => self.launch::<LinearFour>(launch, args),
-            (false, (2, 2)) => self.launch::<LinearPair>(launch, args),
-            (false, (2, 4)) => self.launch::<LinearQuad>(launch, args),
-            (false, (4, 4)) => self.launch::<LinearMany>(launch, args),
-            (false, _) => self.launch::<LinearTile>(launch, args),
-            (true, (1, 1)) => self.launch::<LinearInt8Thin>(launch, args),
-            (true, (2, 1)) => self.launch::<LinearInt8Two>(launch, args),
-            (true, (4, 1)) => self.launch::<LinearInt8Four>(launch, args),
-            (true, (2, 2)) => self.launch::<LinearInt8Pair>(launch, args),
-            (true, (2, 4)) => self.launch::<LinearInt8Quad>(launch, args),
-            (true, (4, 4)) => self.launch::<LinearInt8Many>(launch, args),
-            (true, _) => self.launch::<LinearInt8Tile>(launch, args),
+        let (numbers, shape) = (part.numbers, (rows, cols));
+        let (tile, launch) = plan::linear(limits, shape, tokens, batch.n, vector, numbers);
+        match (numbers, tile) {
+            (Numbers::Bf16, (1, 1)) => self.launch::<LinearThin>(launch, args),
+            (Numbers::Bf16, (2, 1)) => self.launch::<LinearTwo>(launch, args),
+            (Numbers::Bf16, (4, 1)) => self.launch::<LinearFour>(launch, args),
+            (Numbers::Bf16, (2, 2)) => self.launch::<LinearPair>(launch, args),
+            (Numbers::Bf16, (2, 4)) => self.launch::<LinearQuad>(launch, args),
+            (Numbers::Bf16, (4, 4)) => self.launch::<LinearMany>(launch, args),
+            (Numbers::Bf16, _) => self.launch::<LinearTile>(launch, args),
+            (Numbers::Int8, (1, 1)) => self.launch::<LinearInt8Thin>(launch, args),
+            (Numbers::Int8, (2, 1)) => self.launch::<LinearInt8Two>(launch, args),
+            (Numbers::Int8, (4, 1)) => self.launch::<LinearInt8Four>(launch, args),
+            (Numbers::Int8, (2, 2)) => self.launch::<LinearInt8Pair>(launch, args),
+            (Numbers::Int8, (2, 4)) => self.launch::<LinearInt8Quad>(launch, args),
+            (Numbers::Int8, (4, 4)) => self.launch::<LinearInt8Many>(launch, args),
+            (Numbers::Int8, _) => self.launch::<LinearInt8Tile>(launch, args),
+            (Numbers::F32, (1, 1)) => self.launch::<LinearF32Thin>(launch, args),
+            (Numbers::F32, (2, 1)) => self.launch::<LinearF32Two>(launch, args),
+            (Numbers::F32, (4, 1)) => self.launch::<LinearF32Four>(launch, args),
+            (Numbers::F32, (2, 2)) => self.launch::<LinearF32Pair>(launch, args),
+            (Numbers::F32, (2, 4)) => self.launch::<LinearF32Quad>(launch, args),
+            (Numbers::F32, (4, 4)) => self.launch::<LinearF32Many>(launch, args),
+            (Numbers::F32, _) => unreachable!("blocks share no tiles of f32"),
         }
     }
 
@@ -188,9 +205,10 @@ impl<D: Device> KernelBackend<D> {
             latent: word("latent", mla.latent)?,
             tokens: word("tokens", tokens)?,
         };
-        let columns = match part.int8 {
-            true => gpu::absorb::COLS_INT8,
-            false => gpu::absorb::COLS,
+        let columns = match part.numbers {
+            Numbers::Bf16 => gpu::absorb::COLS,
+            Numbers::Int8 => gpu::absorb::COLS_INT8,
+            Numbers::F32 => gpu::absorb::COLS_F32,
         };
         let grid = [
             blocks(mla.latent, columns),
@@ -199,10 +217,10 @@ impl<D: Device> KernelBackend<D> {
         ];
         let shared = gpu::absorb::shared_bytes(args.nope);
         let launch = Launch::new(grid, columns).shared(shared);
-        if part.int8 {
-            self.launch::<AbsorbQueryInt8>(launch, args)
-        } else {
-            self.launch::<AbsorbQuery>(launch, args)
+        match part.numbers {
+            Numbers::Bf16 => self.launch::<AbsorbQuery>(launch, args),
+            Numbers::Int8 => self.launch::<AbsorbQueryInt8>(launch, args),
+            Numbers::F32 => self.launch::<AbsorbQueryF32>(launch, args),
         }
     }
 

@@ -308,7 +308,7 @@ impl<D: Device> Backend for KernelBackend<D> {
     fn rms_norm(
         &self,
         x: Rows<'_, Self::Buf<f32>>,
-        weight: &Self::Buf<u16>,
+        weight: &Self::Buf<f32>,
         eps: f32,
         cols: usize,
         tokens: usize,
@@ -334,8 +334,8 @@ impl<D: Device> Backend for KernelBackend<D> {
     fn layer_norm(
         &self,
         x: Rows<'_, Self::Buf<f32>>,
-        weight: &Self::Buf<u16>,
-        bias: &Self::Buf<u16>,
+        weight: &Self::Buf<f32>,
+        bias: &Self::Buf<f32>,
         eps: f32,
         cols: usize,
         tokens: usize,

@@ -13,12 +13,35 @@ pub const EXPERT_SCRATCH: usize = 512 << 20;
 /// Tokens up to which dense layers are bound by memory.
 const FEW: u32 = 8;
 
-/// Rows and tokens of a warp, and launch, of a dense layer of `rows` rows and `cols` columns, of bytes or of
-/// bf16, for `tokens` tokens, in `batches`.
+/// What a dense layer's weights are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Numbers {
+    /// bf16.
+    Bf16,
+    /// Signed bytes.
+    Int8,
+    /// f32.
+    F32,
+}
+
+impl Numbers {
+    /// Shared memory of a block that shares a tile of them; none where there is no such kernel.
+    fn tile(self) -> Option<u32> {
+        match self {
+            Numbers::Bf16 => Some(gpu::linear_tile::shared_bytes(false)),
+            Numbers::Int8 => Some(gpu::linear_tile::shared_bytes(true)),
+            Numbers::F32 => None,
+        }
+    }
+}
+
+/// Rows and tokens of a warp, and launch, of a dense layer of `rows` rows and `cols` columns of `numbers`, for
+/// `tokens` tokens, in `batches`.
 ///
 /// One token: as many rows a warp, 1, 2 or 4, as still give each multiprocessor eight warps of its
 /// own. Up to eight tokens: two rows, so that registers are left for loads under way, since memory is what
-/// bounds these; more: tiles of four by four, or one that a block shares, where every multiprocessor gets one.
+/// bounds these; more: tiles of four by four, or one that a block shares, where every multiprocessor gets one and
+/// weights are not f32.
 /// Without the vector path one row and one token a warp.
 pub fn linear(
     limits: &DeviceLimits,
@@ -26,7 +49,7 @@ pub fn linear(
     tokens: u32,
     batches: u32,
     vector: bool,
-    int8: bool,
+    numbers: Numbers,
 ) -> ((u32, u32), Launch) {
     use gpu::dense::WARPS;
     use gpu::linear_tile as tile;
@@ -40,9 +63,10 @@ pub fn linear(
         && tokens > FEW
         && blocks >= limits.sms
         && cols.is_multiple_of(tile::COLUMNS)
-        && limits.shared_per_block >= tile::shared_bytes(int8)
+        && let Some(shared) = numbers.tile()
+        && limits.shared_per_block >= shared
     {
-        let launch = Launch::new(tiles, tile::THREADS).shared(tile::shared_bytes(int8));
+        let launch = Launch::new(tiles, tile::THREADS).shared(shared);
         return ((tile::ROWS, tile::TOKENS), launch);
     }
     let all = rows.saturating_mul(batches);
@@ -179,13 +203,19 @@ mod tests {
         for rows in [1, 3, 4, 7, 8, 15, 16, 17, 256, 2784, 4224, 154_880] {
             for tokens in [1, 2, 4, 5, 256] {
                 for vector in [false, true] {
-                    for cols in [6144, 6152] {
-                        let (tile, launch) = linear(&H200, (rows, cols), tokens, 3, vector, true);
+                    for (cols, numbers) in [
+                        (6144, Numbers::Int8),
+                        (6144, Numbers::F32),
+                        (6152, Numbers::Bf16),
+                    ] {
+                        let shape = (rows, cols);
+                        let (tile, launch) = linear(&H200, shape, tokens, 3, vector, numbers);
                         assert_eq!(launch.grid[0], tokens.div_ceil(tile.1));
                         let warps = if tile.0 > 4 { 1 } else { 4 };
                         assert_eq!(launch.grid[1], rows.div_ceil(warps * tile.0));
                         assert_eq!(launch.grid[2], 3);
                         assert!(vector || tile == (1, 1));
+                        assert!(numbers != Numbers::F32 || tile.0 <= 4);
                     }
                 }
             }
@@ -194,21 +224,29 @@ mod tests {
 
     #[test]
     fn few_rows_take_a_warp_each() {
-        let of = |rows, batches| linear(&H200, (rows, 6144), 1, batches, true, true).0;
+        let of = |rows, batches| linear(&H200, (rows, 6144), 1, batches, true, Numbers::Int8).0;
         assert_eq!(of(256, 1), (1, 1));
         assert_eq!(of(2784, 1), (2, 1));
         assert_eq!(of(6144, 1), (4, 1));
         assert_eq!(of(256, 64), (4, 1));
-        let of = |tokens| linear(&H200, (256, 264), tokens, 1, true, true).0;
+        let of = |tokens| linear(&H200, (256, 264), tokens, 1, true, Numbers::Int8).0;
         assert_eq!([2, 3, 8, 9].map(of), [(2, 2), (2, 4), (2, 4), (4, 4)]);
-        let of = |cols| linear(&H200, (6144, cols), 64, 1, true, true).0;
+        let of = |cols| linear(&H200, (6144, cols), 64, 1, true, Numbers::Int8).0;
         assert_eq!([512, 768, 6144].map(of), [(64, 32), (4, 4), (64, 32)]);
-        assert_eq!(linear(&H200, (6144, 512), 32, 1, true, true).0, (4, 4));
+        assert_eq!(
+            linear(&H200, (6144, 512), 32, 1, true, Numbers::Int8).0,
+            (4, 4)
+        );
+        let of = |numbers| linear(&H200, (6144, 6144), 64, 1, true, numbers).0;
+        assert_eq!([Numbers::Bf16, Numbers::F32].map(of), [(64, 32), (4, 4)]);
         let small = DeviceLimits {
             shared_per_block: 48 << 10,
             ..H200
         };
-        assert_eq!(linear(&small, (6144, 512), 64, 1, true, true).0, (4, 4));
+        assert_eq!(
+            linear(&small, (6144, 512), 64, 1, true, Numbers::Int8).0,
+            (4, 4)
+        );
     }
 
     #[test]

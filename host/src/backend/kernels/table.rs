@@ -84,6 +84,8 @@ kernels! {
     Embed = embed::embed(EmbedArgs);
     /// The same of signed bytes.
     EmbedInt8 = embed::embed_int8(EmbedArgs);
+    /// The same of f32.
+    EmbedF32 = embed::embed_f32(EmbedArgs);
     /// RMS normalisation.
     RmsNorm = norm::rms_norm(NormArgs);
     /// Layer normalisation.
@@ -112,6 +114,18 @@ kernels! {
     LinearInt8Quad = linear_int8::linear_int8_quad(LinearArgs);
     /// The same, four rows and four tokens a warp.
     LinearInt8Many = linear_int8::linear_int8_many(LinearArgs);
+    /// Dense rows of f32, one row and one token a warp.
+    LinearF32Thin = linear_f32::linear_f32_thin(LinearArgs);
+    /// The same, two rows and one token a warp.
+    LinearF32Two = linear_f32::linear_f32_two(LinearArgs);
+    /// The same, four rows and one token a warp.
+    LinearF32Four = linear_f32::linear_f32_four(LinearArgs);
+    /// The same, two rows and two tokens a warp.
+    LinearF32Pair = linear_f32::linear_f32_pair(LinearArgs);
+    /// The same, two rows and four tokens a warp.
+    LinearF32Quad = linear_f32::linear_f32_quad(LinearArgs);
+    /// The same, four rows and four tokens a warp.
+    LinearF32Many = linear_f32::linear_f32_many(LinearArgs);
     /// Dense rows, 64 of them and 32 tokens a block.
     LinearTile = linear_tile::linear_tile(LinearArgs);
     /// The same of signed bytes.
@@ -126,6 +140,8 @@ kernels! {
     AbsorbQuery = absorb::absorb_query(AbsorbArgs);
     /// The same with weights of signed bytes.
     AbsorbQueryInt8 = absorb::absorb_query_int8(AbsorbArgs);
+    /// The same with weights of f32.
+    AbsorbQueryF32 = absorb::absorb_query_f32(AbsorbArgs);
     /// Attention to one chunk of positions.
     AttentionChunk = attention::attention_chunk(AttentionArgs);
     /// The same over cache rows of bf16.

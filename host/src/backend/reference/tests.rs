@@ -78,6 +78,101 @@ fn bytes_are_integers_times_their_scale() {
     assert_eq!(row[3], f32::from(bytes[2 * cols + 3]) * scales[2]);
 }
 
+/// f32 that bf16 does not hold: embedding, rows, latent queries and values by their definitions; of numbers that
+/// it does, what bf16 gives.
+#[test]
+fn f32_stays_what_it_is() {
+    let (rows_of, cols) = (7, 24);
+    let wide: Vec<f32> = (0..rows_of * cols)
+        .map(|i| (i as f32 * 0.37).sin() / 3.0)
+        .collect();
+    let bits: Vec<u16> = wide.iter().map(|w| arith::to_bf16(*w)).collect();
+    let narrow = widen(&bits);
+    assert_ne!(narrow, wide);
+    let x: Vec<f32> = (0..cols).map(|i| (i as f32 * 0.7).cos()).collect();
+    let mla = Mla {
+        heads: 1,
+        nope: 3,
+        rope: 2,
+        value: 4,
+        latent: cols,
+        scaling: 1.0,
+    };
+    let q = vec![0.3, -1.7, 0.9, 5.0, 6.0];
+    let run = |weight| {
+        let mut out = vec![0.0; rows_of];
+        let to = rows_mut(&mut out, rows_of);
+        Reference
+            .linear(rows(&x, cols), weight, rows_of, cols, 1, false, to)
+            .unwrap();
+        let mut row = vec![0.0; cols];
+        Reference
+            .embed(weight, &vec![2], cols, 1, rows_mut(&mut row, cols))
+            .unwrap();
+        let mut absorbed = vec![0.0; cols + 2];
+        let to = rows_mut(&mut absorbed, cols + 2);
+        Reference
+            .absorb_query(rows(&q, 5), weight, &mla, 1, to)
+            .unwrap();
+        let mut values = vec![0.0; 4];
+        Reference
+            .expand_value(rows(&x, cols), weight, &mla, 1, rows_mut(&mut values, 4))
+            .unwrap();
+        [out, row, absorbed, values]
+    };
+    assert_eq!(run(Weight::F32(&narrow)), run(Weight::Bf16(&bits)));
+    let [out, row, absorbed, values] = run(Weight::F32(&wide));
+    assert_eq!(row, wide[2 * cols..3 * cols]);
+    assert_eq!(values, out[3..]);
+    for (r, y) in out.iter().enumerate() {
+        assert_eq!(*y, plain::dot(&wide[r * cols..][..cols], &x));
+    }
+    for (c, y) in absorbed[..cols].iter().enumerate() {
+        let each = (0..3).map(|j| (q[j], wide[j * cols + c]));
+        assert_eq!(*y, each.fold(0.0, |acc, (q, w)| arith::fma(q, w, acc)));
+    }
+    assert!(
+        Reference
+            .embed(
+                Weight::F32(&wide),
+                &vec![7],
+                cols,
+                1,
+                rows_mut(&mut vec![0.0; cols], cols)
+            )
+            .is_err()
+    );
+}
+
+/// Norms: weights are multiplied as they are; of bf16 ones that is what they always gave.
+#[test]
+fn norms_take_weights_as_they_are() {
+    let cols = 300;
+    let x: Vec<f32> = (0..cols).map(|i| (i as f32 * 0.7).cos()).collect();
+    let mean = plain::sum(&x) / cols as f32;
+    let d: Vec<f32> = x.iter().map(|x| x - mean).collect();
+    let wide: Vec<f32> = (0..cols).map(|i| 1.0 + (i as f32).sin() / 7.0).collect();
+    let bias: Vec<f32> = (0..cols).map(|i| (i as f32).cos() / 9.0).collect();
+    let narrow = |x: &[f32]| widen(&x.iter().map(|x| arith::to_bf16(*x)).collect::<Vec<_>>());
+    for (w, b) in [(wide.clone(), bias.clone()), (narrow(&wide), narrow(&bias))] {
+        let (mut rms, mut layer) = (vec![0.0; cols], vec![0.0; cols]);
+        let to = rows_mut(&mut rms, cols);
+        Reference
+            .rms_norm(rows(&x, cols), &w, 1e-6, cols, 1, to)
+            .unwrap();
+        let to = rows_mut(&mut layer, cols);
+        Reference
+            .layer_norm(rows(&x, cols), &w, &b, 1e-6, cols, 1, to)
+            .unwrap();
+        let r = arith::rms_factor(plain::dot(&x, &x), cols, 1e-6);
+        let of_d = arith::rms_factor(plain::dot(&d, &d), cols, 1e-6);
+        for k in 0..cols {
+            assert_eq!(rms[k], (x[k] * r) * w[k]);
+            assert_eq!(layer[k], arith::fma(d[k] * of_d, w[k], b[k]));
+        }
+    }
+}
+
 #[test]
 fn equal_scores_go_to_the_lowest() {
     assert_eq!(top(&[1.0, 3.0, 3.0, 3.0], 2), [1, 2]);

@@ -131,8 +131,8 @@ pub struct Grouped<B: LoadExperts> {
     k: Matrix<B>,
     /// One for each key head.
     v: Vec<Matrix<B>>,
-    q_norm: B::Buf<u16>,
-    k_norm: B::Buf<u16>,
+    q_norm: B::Buf<f32>,
+    k_norm: B::Buf<f32>,
     o: Matrix<B>,
 }
 
