@@ -379,6 +379,41 @@ fn quantised_dense_parts_give_the_tokens_of_transformers() {
     }
 }
 
+/// What doctor says a dense part takes: floats as they are, vectors as f32.
+#[test]
+fn doctor_counts_floats_as_they_are() {
+    for (checkpoint, format, width) in [
+        (checkpoint(), "bf16", 2),
+        (support::to_f32(checkpoint()), "f32", 4),
+    ] {
+        let dense = checkpoint
+            .iter()
+            .filter(|(name, _)| !name.contains(".mlp.experts."));
+        let bytes: usize = dense
+            .clone()
+            .map(|(_, (_, shape, _))| {
+                let width = if shape.len() == 2 { width } else { 4 };
+                width * shape.iter().product::<usize>()
+            })
+            .sum();
+        let of_format = dense.filter(|(name, _)| format == "f32" || !name.ends_with("_bias"));
+        let tensors = of_format.count();
+        // As the checkpoint has them, but for the experts.
+        let mut all = of_checkpoint(checkpoint.clone(), As::Int4(usize::MAX), As::Float);
+        for (name, t) in &checkpoint {
+            if !name.contains(".mlp.experts.") {
+                all.insert(name.clone(), t.clone());
+            }
+        }
+        let dir = container(&all, None);
+        let mut doctor = host(&["doctor", "--json"], dir.path());
+        let stdout = doctor.assert().success().get_output().stdout.clone();
+        let model = &serde_json::from_slice::<Value>(&stdout).unwrap()["model"];
+        assert_eq!(model["dense_formats"][format], tensors, "{model}");
+        assert_eq!(model["dense_bytes"], bytes, "{model}");
+    }
+}
+
 /// Bits of 22 tokens' logits, five of them in one batch; the last are past the 16 positions that are listed.
 fn bits<B: LoadExperts>(backend: B, dir: &Path, tier: Tier, form: Form) -> Vec<u32> {
     let config = Config::read(dir).unwrap();

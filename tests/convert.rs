@@ -660,6 +660,16 @@ fn dense_matrices_may_be_int8() {
     let embedding = &dense["model.embed_tokens.weight"];
     assert_eq!((embedding.0, embedding.1.len()), (Dtype::U8, 1));
     assert_eq!(dense["model.norm.weight"].0, Dtype::BF16);
+    // What is left alone stays f32 where it was.
+    let wide = support::to_f32(support::checkpoint("tiny-dsa"));
+    support::write_checkpoint(out.path(), "tiny-dsa", &wide);
+    let to = out.path().join("f32");
+    convert(out.path(), &to, &options, |_, _| ()).unwrap();
+    matches(&to, "tiny-dsa-f32-int8");
+    let dense = read(&to.join("dense.safetensors"));
+    for name in ["model.norm.weight", "model.layers.3.mlp.gate.weight"] {
+        assert!(dense[name] == wide[name], "{name}");
+    }
 }
 
 /// What cannot take its final name is refused before the work rather than behind it.
