@@ -16,6 +16,7 @@ pub mod generate;
 pub mod interrupt;
 pub mod model;
 pub mod placement;
+mod ram;
 pub mod sample;
 pub mod simd;
 pub mod synth;

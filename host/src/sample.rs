@@ -1,6 +1,6 @@
 //! Choosing a token from logits.
 
-use std::cmp::Ordering;
+use std::cmp::Reverse;
 
 /// How tokens are chosen.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -65,19 +65,8 @@ impl Sampler {
             return greedy(logits);
         }
         // Largest first, of equal ones the lowest id.
-        let mut order: Vec<u32> = (0..logits.len() as u32).collect();
-        let by_logit = |a: &u32, b: &u32| -> Ordering {
-            let (x, y) = (logits[*a as usize], logits[*b as usize]);
-            x.is_nan()
-                .cmp(&y.is_nan())
-                .then(y.partial_cmp(&x).unwrap_or(Ordering::Equal))
-                .then(a.cmp(b))
-        };
-        if top_k > 0 && top_k < order.len() {
-            order.select_nth_unstable_by(top_k, by_logit);
-            order.truncate(top_k);
-        }
-        order.sort_unstable_by(by_logit);
+        let all = logits.len();
+        let mut order = largest(logits, if top_k == 0 { all } else { top_k });
         let top = logits[order[0] as usize] as f64;
         let weight = |id: &u32, temp: f64| libm::exp((logits[*id as usize] as f64 - top) / temp);
         if top_p < 1.0 {
@@ -106,15 +95,64 @@ impl Sampler {
     }
 }
 
+/// Logits whose largest is found at a time, without a branch.
+const CHUNK: usize = 256;
+
+/// Integers in the order of numbers: zeros are equal, NaN is below all.
+#[inline(always)]
+fn key(x: f32) -> i32 {
+    // Takes the sign of -0.0.
+    let bits = (x + 0.0).to_bits() as i32;
+    if x.is_nan() {
+        i32::MIN
+    } else {
+        bits ^ (bits >> 31 & i32::MAX)
+    }
+}
+
+/// The largest key of each chunk.
+fn maxima(logits: &[f32]) -> Vec<i32> {
+    let of = |chunk: &[f32]| chunk.iter().fold(i32::MIN, |m, x| m.max(key(*x)));
+    logits.chunks(CHUNK).map(of).collect()
+}
+
 /// The largest logit's token, of equal ones the lowest.
 pub fn greedy(logits: &[f32]) -> u32 {
-    let mut best = 0;
-    for (i, x) in logits.iter().enumerate() {
-        if *x > logits[best] || (logits[best].is_nan() && !x.is_nan()) {
-            best = i;
+    let maxima = maxima(logits);
+    // The first of the largest.
+    let best = (0..maxima.len())
+        .rev()
+        .max_by_key(|c| maxima[*c])
+        .unwrap_or(0);
+    let chunk = logits.iter().skip(best * CHUNK);
+    let within = chunk.map(|x| key(*x)).position(|k| k == maxima[best]);
+    (best * CHUNK + within.unwrap_or(0)) as u32
+}
+
+/// The tokens of the `n` largest logits, largest first, of equal ones the lowest first.
+fn largest(logits: &[f32], n: usize) -> Vec<u32> {
+    let maxima = maxima(logits);
+    // At least as many logits are no smaller than this as chunks have one that is.
+    let mut least = i32::MIN;
+    if n > 0 && n < maxima.len() {
+        let mut sorted = maxima.clone();
+        least = *sorted.select_nth_unstable_by_key(n - 1, |m| Reverse(*m)).1;
+    }
+    let mut order = Vec::new();
+    for (c, chunk) in logits.chunks(CHUNK).enumerate() {
+        if maxima[c] >= least {
+            let first = (c * CHUNK) as u32;
+            let ids = (first..).zip(chunk).filter(|(_, x)| key(**x) >= least);
+            order.extend(ids.map(|(id, _)| id));
         }
     }
-    best as u32
+    let place = |id: &u32| (Reverse(key(logits[*id as usize])), *id);
+    if n < order.len() {
+        order.select_nth_unstable_by_key(n, place);
+        order.truncate(n);
+    }
+    order.sort_unstable_by_key(place);
+    order
 }
 
 #[cfg(test)]
@@ -143,6 +181,32 @@ mod tests {
         assert_eq!(greedy(&[1.0, 3.0, 3.0]), 1);
         assert_eq!(greedy(&[f32::NAN, -1.0, f32::NAN]), 1);
         assert_eq!(sampler(0.0, 0, 1.0).choose(&[0.0, 2.0, 2.0]), 1);
+    }
+
+    #[test]
+    fn chunks_change_no_order() {
+        let mut r = SplitMix64::new(3);
+        for len in [1, 5, CHUNK, CHUNK + 1, 40 * CHUNK + 7] {
+            for few in [3, 1 << 20] {
+                let special = [f32::NAN, f32::INFINITY, f32::NEG_INFINITY, 0.0, -0.0];
+                let logits: Vec<f32> = (0..len)
+                    .map(|_| match r.next_u64() % 20 {
+                        n @ 0..5 => special[n as usize],
+                        _ => (r.next_u64() % few) as f32 - 1.0,
+                    })
+                    .collect();
+                let mut plain: Vec<u32> = (0..len as u32).collect();
+                plain.sort_by(|a, b| {
+                    let (x, y) = (logits[*a as usize], logits[*b as usize]);
+                    let by_size = y.partial_cmp(&x).unwrap_or(std::cmp::Ordering::Equal);
+                    x.is_nan().cmp(&y.is_nan()).then(by_size).then(a.cmp(b))
+                });
+                assert_eq!(greedy(&logits), plain[0]);
+                for n in [1, 2, 39, 40, 41, len] {
+                    assert_eq!(largest(&logits, n), plain[..n.min(len)], "{len} {few} {n}");
+                }
+            }
+        }
     }
 
     #[test]

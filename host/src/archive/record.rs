@@ -393,6 +393,27 @@ impl<'a> Record<'a> {
         })
     }
 
+    /// Decodes a matrix to memory for its packed int4 and for its scales, by all processors.
+    ///
+    /// # Panics
+    /// If that has another size.
+    pub fn decode_into(
+        &self,
+        kind: MatrixKind,
+        packed: &mut [u8],
+        scales: &mut [f32],
+    ) -> Result<(), ArchiveError> {
+        match self.coded(kind) {
+            None => packed.copy_from_slice(&self.bytes[self.matrix(kind).stream.clone()]),
+            Some(coded) => {
+                let done = coded.decode_by_all(Arm::best(), packed);
+                done.map_err(|e| self.undecodable(kind, e))?;
+            }
+        }
+        scales.copy_from_slice(&self.scales(kind));
+        Ok(())
+    }
+
     pub(super) fn undecodable(&self, kind: MatrixKind, source: CodecError) -> ArchiveError {
         ArchiveError::Codec {
             path: self.archive.path.clone(),

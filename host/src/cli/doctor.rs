@@ -11,6 +11,7 @@ use crate::backend::kernels::{CudaDevice, DeviceError};
 use crate::interrupt;
 use crate::model::check::{Facts, check_all, check_dense, check_scales};
 use crate::model::{Config, Source, default_directory, mtp};
+use crate::ram;
 use crate::simd::Arm;
 use crate::tokenizer::Tokenizer;
 
@@ -129,11 +130,6 @@ fn field(file: &str, key: &str) -> Option<String> {
     })
 }
 
-fn memory_free() -> Option<u64> {
-    let value = field("/proc/meminfo", "MemAvailable")?;
-    Some(1024 * value.strip_suffix("kB")?.trim().parse::<u64>().ok()?)
-}
-
 impl Findings {
     fn look(model: Option<PathBuf>, deep: bool) -> Self {
         let mut problems = Vec::new();
@@ -190,7 +186,7 @@ fn look_at_cpu(problems: &mut Vec<Problem>) -> CpuFindings {
             .map(Arm::name)
             .collect(),
         arm: arm.map(Arm::name),
-        memory_free_bytes: memory_free(),
+        memory_free_bytes: Some(ram::available()).filter(|free| *free > 0),
     }
 }
 

@@ -2,6 +2,8 @@
 
 use std::ops::Range;
 
+use rayon::prelude::*;
+
 use super::{Arm, CodecError, Coded, plane3};
 
 /// A coded matrix to decode from.
@@ -75,5 +77,27 @@ impl Stream<'_> {
             Stream::Rans(c) => c.decode(arm, out),
             Stream::Plane3(c) => c.decode(arm, out),
         }
+    }
+
+    /// The same, blocks by all processors.
+    pub fn decode_by_all(&self, arm: Arm, out: &mut [u8]) -> Result<(), CodecError> {
+        let stride = self.row_bytes();
+        let expected = self.rows() * stride;
+        if out.len() != expected {
+            return Err(CodecError::Output {
+                expected,
+                found: out.len(),
+            });
+        }
+        let mut rest = out;
+        let blocks: Vec<(usize, &mut [u8])> = (0..self.blocks())
+            .map(|block| {
+                let len = self.block_rows(block).len() * stride;
+                let (of_block, behind) = std::mem::take(&mut rest).split_at_mut(len);
+                rest = behind;
+                (block, of_block)
+            })
+            .collect();
+        (blocks.into_par_iter()).try_for_each(|(block, out)| self.decode_block(arm, block, out))
     }
 }

@@ -114,7 +114,7 @@ impl Source {
         let direct = file.direct();
         let tiered = Tiered {
             // A small archive is in the page cache already, or is read a second time from there.
-            cached: archive.file_len() < placement::request::available() / 4,
+            cached: archive.file_len() < crate::ram::available() / 4,
             file: Arc::new(file),
             archive,
             tiers,

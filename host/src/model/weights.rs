@@ -445,13 +445,13 @@ impl<B: LoadExperts> Model<B> {
         done
     }
 
-    /// Keeps the last layer's experts in device memory but for one that is copied when it is chosen, so that
-    /// the host must learn what is; false where a back end has one place only, and of int8 experts. For
-    /// measurements.
+    /// Places the last layer's experts in `tiers`, one for each; false where a back end has one place only, and of
+    /// int8 experts. For measurements.
     pub(crate) fn tier_last_layer(
         &mut self,
         archive: &Archive,
         file: &Arc<DirectFile>,
+        tiers: &[placement::Tier],
     ) -> Result<bool, ModelError> {
         let number = self.layers.len() - 1;
         let Some(Layer {
@@ -461,15 +461,11 @@ impl<B: LoadExperts> Model<B> {
         else {
             return Ok(false);
         };
-        let mut tiers = vec![placement::Tier::VramAns; archive.experts()];
-        if let Some(last) = tiers.last_mut() {
-            *last = placement::Tier::RamAns;
-        }
         let layer = TieredLayer {
             archive,
             file,
             number: number as u32,
-            tiers: &tiers,
+            tiers,
             devices: &[],
             staged: self.config.router.top_k,
             cached: true,
@@ -484,6 +480,8 @@ impl<B: LoadExperts> Model<B> {
             return Ok(false);
         };
         moe.experts = placed;
+        // What was recorded before has the others.
+        self.id = NEXT.fetch_add(1, Ordering::Relaxed);
         self.backend.loaded();
         Ok(true)
     }

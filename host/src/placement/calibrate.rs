@@ -8,6 +8,7 @@ use std::time::Instant;
 
 use serde::{Deserialize, Serialize};
 
+use super::Tier;
 use super::cost::{Line, Rates};
 use super::memory::DensePart;
 use crate::archive::{Archive, ArchiveError, Record};
@@ -22,7 +23,7 @@ use crate::interrupt;
 use crate::model::{Config, Model, ModelError, Session, Source, Wanted};
 
 /// Version of the file that rates are kept in.
-const VERSION: u32 = 8;
+const VERSION: u32 = 9;
 
 /// Why there are no rates.
 #[derive(Debug, thiserror::Error)]
@@ -313,7 +314,7 @@ pub fn measure<D: Device + Clone + 'static>(
     };
     let sizes = (shape.hidden, n, top_k);
     let experts = backend.load_experts(LayerExperts::Raw(raw), shape, Form::Fused)?;
-    let hot = line(backend, &experts, sizes, seconds)?;
+    let mut hot = line(backend, &experts, sizes, seconds)?;
     drop(experts);
     let coded = |records: Vec<Record<'_>>| -> Result<Option<Line>, CalibrateError> {
         let n = records.len();
@@ -332,10 +333,14 @@ pub fn measure<D: Device + Clone + 'static>(
     let exchanged = round_trip(backend, config)?;
     let (dense, dense_two, round_trip) =
         match token(backend, archive, dir, config, (&either, &of_plane3))? {
-            Some(Passes {
-                dense: [one, two],
-                host,
-            }) => (one, Some(two), exchanged.max(host)),
+            Some(passes) => {
+                if let Some(in_layer) = passes.hot {
+                    let alone = hot.at(config.router.top_k as f64);
+                    hot.fixed = (hot.fixed + in_layer - alone).max(0.0);
+                }
+                let [one, two] = passes.dense;
+                (one, Some(two), exchanged.max(passes.host))
+            }
             None => (dense(backend, config, part, seconds)?, None, exchanged),
         };
     Ok(Rates {
@@ -604,8 +609,9 @@ pub fn exchange_between<D: Device>(
 ///
 /// A pass of those layers, less one of those without experts, less the experts' own time, is a layer: what one
 /// pass takes longer than the next one, by turns, since it is to be multiplied by the number of layers and a
-/// device's clocks drift. What it takes longer where the host must learn what was chosen is the host's part
-/// in a layer.
+/// device's clocks drift. Beside coded experts a shared expert costs little; int4 is short of the same memory as
+/// it, so that a layer with int4 is measured too. What a layer takes longer where the host must learn what was
+/// chosen is the host's part in it.
 fn token<D: Device + Clone + 'static>(
     backend: &KernelBackend<D>,
     archive: &Archive,
@@ -663,12 +669,24 @@ fn token<D: Device + Clone + 'static>(
         Ok::<_, CalibrateError>(undisturbed(pairs.split_off(WARM)))
     };
     let [one, two] = [both(&mut model, 1)?, both(&mut model, 2)?];
+    let experts = archive.experts();
+    let mut tiers = vec![Tier::VramHot; experts];
     let file = DirectFile::buffered(archive.path());
     let file = Arc::new(file.map_err(|source| CalibrateError::Read {
         path: archive.path().to_owned(),
         source,
     })?);
-    let host = match model.tier_last_layer(archive, &file) {
+    let hot = match model.tier_last_layer(archive, &file, &tiers) {
+        Ok(true) => Some(both(&mut model, 1)?),
+        Ok(false) => None,
+        Err(e) if out_of_memory(&e) => None,
+        Err(e) => return Err(e.into()),
+    };
+    tiers.fill(Tier::VramAns);
+    if let Some(last) = tiers.last_mut() {
+        *last = Tier::RamAns;
+    }
+    let host = match model.tier_last_layer(archive, &file, &tiers) {
         Ok(true) => {
             let mut session = model.session(PASSES, Wanted::Last)?;
             let mut times = (0..PASSES)
@@ -680,7 +698,6 @@ fn token<D: Device + Clone + 'static>(
         Err(e) if out_of_memory(&e) => 0.0,
         Err(e) => return Err(e.into()),
     };
-    let experts = archive.experts();
     let of_plane3 = (0..experts)
         .map(|e| archive.is_plane3(first as u32, e))
         .try_fold(0, |n, kind| Ok::<_, ArchiveError>(n + usize::from(kind?)))?;
@@ -688,13 +705,15 @@ fn token<D: Device + Clone + 'static>(
     // As many as one token chooses, or two that choose independently.
     let (k, all) = (config.router.top_k as f64, experts as f64);
     let chosen = [k, all * (1.0 - (1.0 - k / all).powi(2))];
+    let of_experts = |i: usize| share * plane3.at(chosen[i]) + (1.0 - share) * rans.at(chosen[i]);
     let of = |i: usize| {
-        let of_experts = share * plane3.at(chosen[i]) + (1.0 - share) * rans.at(chosen[i]);
         let [_, without, layer] = [one, two][i];
-        without + (kinds.len() - first) as f64 * (layer - of_experts).max(0.0)
+        without + (kinds.len() - first) as f64 * (layer - of_experts(i)).max(0.0)
     };
+    let of_a_layer = (one[2] - of_experts(0)).max(0.0);
     Ok(Some(Passes {
         dense: [of(0), of(1)],
+        hot: hot.map(|[_, _, layer]| (layer - of_a_layer).max(0.0)),
         host,
     }))
 }
@@ -703,6 +722,8 @@ fn token<D: Device + Clone + 'static>(
 struct Passes {
     /// A pass over one token and over two, without routed experts.
     dense: [f64; 2],
+    /// Experts in int4 that a token chooses, in a layer.
+    hot: Option<f64>,
     /// The host's part in a layer.
     host: f64,
 }

@@ -139,14 +139,6 @@ impl From<ModelError> for RequestError {
     }
 }
 
-/// Bytes of host memory that can be had without swapping; 0 where nobody says.
-pub fn available() -> u64 {
-    let text = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
-    let line = text.lines().find_map(|l| l.strip_prefix("MemAvailable:"));
-    let kib = line.and_then(|l| l.split_whitespace().next()?.parse::<u64>().ok());
-    kib.unwrap_or(0) * 1024
-}
-
 /// Kept free of what is free, for the driver and for rounding.
 const RESERVE: u64 = 256 << 20;
 
@@ -267,7 +259,7 @@ impl Request {
 
     /// Says which budgets are more than there is, of a device with `free` bytes and of this machine.
     pub fn say_excess(&self, free: u64) {
-        let memory = available();
+        let memory = crate::ram::available();
         for (option, size, there) in [("vram", self.vram, free), ("ram", self.ram, memory)] {
             if let Some(Size::Bytes(n)) = size
                 && n > there
@@ -361,7 +353,7 @@ impl Request {
         if taken > vram {
             return Err(RequestError::NoRoom { vram, taken });
         }
-        let memory = available();
+        let memory = crate::ram::available();
         let short = |device: usize| self.short.get(device).copied().unwrap_or(0);
         let budget = Budget {
             vram: (vram - taken).saturating_sub(short(0)),

@@ -7,6 +7,7 @@ use crate::codec::{self, Codec, CodecError, Stream, Table};
 use crate::expert::{ExpertShape, Form, MatrixKind, RawMatrix};
 use crate::simd::{Arm, Level};
 use gpu::layout::Folds;
+use rayon::prelude::*;
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -36,6 +37,9 @@ pub struct Experts {
     origin: (PathBuf, u32),
 }
 
+/// Where a raw expert's packed nibbles and scales go, of each matrix.
+pub type ExpertRoom<'a> = [(&'a mut [u8], &'a mut [f32]); 3];
+
 /// Where a matrix is in its layer's buffers.
 struct Matrix {
     /// Packed nibbles, or the record that the matrix is coded in.
@@ -60,14 +64,52 @@ fn check_columns(shape: &ExpertShape) -> Result<(), CpuError> {
 }
 
 impl Experts {
+    /// Room for `n` raw experts.
+    pub fn room(shape: ExpertShape, n: usize) -> Result<Self, CpuError> {
+        check_columns(&shape)?;
+        let (mut bytes, mut scales) = (0, 0);
+        let mut place = |kind| {
+            let (rows, cols) = shape.dims(kind);
+            let at = Matrix {
+                bytes: bytes..bytes + rows * cols / 2,
+                coded: None,
+                scales: scales..scales + shape.scales.count(rows, cols),
+            };
+            (bytes, scales) = (at.bytes.end, at.scales.end);
+            at
+        };
+        let experts = (0..n).map(|_| MatrixKind::ALL.map(&mut place)).collect();
+        Ok(Self {
+            shape,
+            form: Form::Unfused,
+            experts,
+            bytes: Buf::zeroed(bytes)?,
+            scales: Buf::zeroed(scales)?,
+            tables: BTreeMap::new(),
+            origin: Default::default(),
+        })
+    }
+
+    /// Packed nibbles and scales of gate, up and down of each expert, to fill.
+    pub fn room_of_each(&mut self) -> Vec<ExpertRoom<'_>> {
+        let (mut bytes, mut scales) = (&mut self.bytes[..], &mut self.scales[..]);
+        let mut next = |m: &Matrix| {
+            let (packed, behind) = std::mem::take(&mut bytes).split_at_mut(m.bytes.len());
+            let (of_scales, more) = std::mem::take(&mut scales).split_at_mut(m.scales.len());
+            (bytes, scales) = (behind, more);
+            (packed, of_scales)
+        };
+        (self.experts.iter())
+            .map(|places| places.each_ref().map(&mut next))
+            .collect()
+    }
+
     /// Copies raw experts.
     pub(super) fn raw(
         shape: ExpertShape,
         experts: &[[RawMatrix<'_>; 3]],
     ) -> Result<Self, CpuError> {
         check_columns(&shape)?;
-        let (mut n, mut s) = (0, 0);
-        let mut places = Vec::with_capacity(experts.len());
         for (e, expert) in experts.iter().enumerate() {
             for kind in MatrixKind::ALL {
                 let (rows, cols) = shape.dims(kind);
@@ -84,31 +126,16 @@ impl Experts {
                     });
                 }
             }
-            places.push(MatrixKind::ALL.map(|kind| {
-                let m = &expert[kind as usize];
-                let at = Matrix {
-                    bytes: n..n + m.packed.len(),
-                    coded: None,
-                    scales: s..s + m.scales.len(),
-                };
-                (n, s) = (at.bytes.end, at.scales.end);
-                at
-            }));
         }
-        let (mut bytes, mut scales) = (Buf::zeroed(n)?, Buf::zeroed(s)?);
-        for (place, m) in places.iter().flatten().zip(experts.iter().flatten()) {
-            bytes[place.bytes.clone()].copy_from_slice(&m.packed);
-            scales[place.scales.clone()].copy_from_slice(&m.scales);
-        }
-        Ok(Self {
-            shape,
-            form: Form::Unfused,
-            experts: places,
-            bytes,
-            scales,
-            tables: BTreeMap::new(),
-            origin: Default::default(),
-        })
+        let mut placed = Self::room(shape, experts.len())?;
+        (placed.room_of_each().into_par_iter())
+            .zip(experts)
+            .flat_map_iter(|(room, expert)| room.into_iter().zip(expert))
+            .for_each(|((packed, scales), m)| {
+                packed.copy_from_slice(&m.packed);
+                scales.copy_from_slice(&m.scales);
+            });
+        Ok(placed)
     }
 
     /// Copies records as they are; scales are widened to f32.

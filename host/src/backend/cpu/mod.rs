@@ -4,11 +4,13 @@
 //! on the fastest arm of [`crate::simd`] that the processor has. Neither changes a result: jobs own
 //! whole results, and arms follow one order of operations.
 
+mod buf;
 mod dense;
 mod experts;
 mod int4;
 
-pub use experts::{Experts, Prepared};
+pub use buf::Buf;
+pub use experts::{ExpertRoom, Experts, Prepared};
 
 use super::{
     Attend, Backend, Cached, Index, LayerExperts, LoadExperts, Mla, Router, Rows, RowsMut, Scoring,
@@ -16,13 +18,11 @@ use super::{
 };
 use crate::expert::{ExpertShape, Form};
 use crate::simd::{Arm, ArmError, Level};
-use bytemuck::{Pod, Zeroable};
+use bytemuck::Pod;
 use dense::{Attending, Block, Entries, Positions};
 use gpu::arith::{self, ATTENTION_CHUNK};
 use rayon::prelude::*;
 use std::convert::Infallible;
-use std::marker::PhantomData;
-use std::ops::{Deref, DerefMut};
 
 /// What goes wrong on the CPU.
 #[derive(Debug, thiserror::Error)]
@@ -130,51 +130,6 @@ impl Cpu {
         down: bool,
     ) -> Result<(), CpuError> {
         prepared.multiply(self.level, experts, down)
-    }
-}
-
-#[repr(C, align(64))]
-#[derive(Clone, Copy, Pod, Zeroable)]
-struct Line([u8; 64]);
-
-/// Elements in memory, aligned to 64 bytes.
-pub struct Buf<T> {
-    lines: Vec<Line>,
-    len: usize,
-    of: PhantomData<T>,
-}
-
-impl<T: Pod> Buf<T> {
-    fn zeroed(len: usize) -> Result<Self, CpuError> {
-        let failed = CpuError::Memory {
-            len,
-            size: size_of::<T>(),
-        };
-        let lines = match len.checked_mul(size_of::<T>()) {
-            Some(bytes) => bytemuck::try_zeroed_vec(bytes.div_ceil(size_of::<Line>())),
-            None => Err(()),
-        };
-        Ok(Self {
-            lines: lines.map_err(|()| failed)?,
-            len,
-            of: PhantomData,
-        })
-    }
-}
-
-impl<T: Pod> Deref for Buf<T> {
-    type Target = [T];
-
-    fn deref(&self) -> &[T] {
-        let bytes: &[u8] = bytemuck::cast_slice(&self.lines);
-        bytemuck::cast_slice(&bytes[..self.len * size_of::<T>()])
-    }
-}
-
-impl<T: Pod> DerefMut for Buf<T> {
-    fn deref_mut(&mut self) -> &mut [T] {
-        let bytes: &mut [u8] = bytemuck::cast_slice_mut(&mut self.lines);
-        bytemuck::cast_slice_mut(&mut bytes[..self.len * size_of::<T>()])
     }
 }
 

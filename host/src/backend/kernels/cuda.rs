@@ -7,6 +7,7 @@
 //!   not there;
 //! - `cuLaunchKernel`: only behind a macro whose arguments must implement `cust`'s own trait;
 //! - `cuLaunchKernelEx`, `cuMemcpyPeerAsync`, the capture of streams, `cuEventRecordWithFlags`: not there;
+//! - `cuMemHostRegister`: not there;
 //! - `cuModuleLoadDataEx`, once more after `cust`'s has failed, for the compiler's log: no option for it.
 
 mod event;
@@ -32,13 +33,11 @@ use cust::device::DeviceAttribute;
 use cust::error::CudaError;
 use cust::event::{Event, EventFlags};
 use cust::function::{Function, FunctionAttribute};
-use cust::memory::{
-    AsyncCopyDestination, DevicePointer, cuda_free, cuda_malloc, cuda_malloc_locked, mem_get_info,
-};
+use cust::memory::{AsyncCopyDestination, DevicePointer, cuda_free, cuda_malloc, mem_get_info};
 use cust::module::Module;
 use cust::stream::{Stream, StreamWaitEventFlags};
 
-use super::device::{Device, DeviceError, DeviceLimits, Launch};
+use super::device::{Device, DeviceError, DeviceLimits, Launch, Piece};
 use super::device::{check_launch, check_range};
 use super::table::{KernelFn, KernelId};
 pub use event::CudaEvent;
@@ -419,53 +418,51 @@ impl Device for CudaDevice {
         offset: usize,
         out: &mut [u8],
     ) -> Result<(), DeviceError> {
-        check_range("download", offset, out.len(), memory.size)?;
-        if out.is_empty() {
+        self.download_all(&mut [(memory, offset, out)])
+    }
+
+    fn download_all(&self, pieces: &mut [Piece<'_, CudaMemory>]) -> Result<(), DeviceError> {
+        let mut all = 0usize;
+        for (memory, offset, out) in pieces.iter() {
+            check_range("download", *offset, out.len(), memory.size)?;
+            all = all.saturating_add(out.len());
+        }
+        if all == 0 {
             return Ok(());
         }
         let inner = &self.inner;
         let _turn = inner.enter()?;
         inner.only_now("a download")?;
         let mut staging = inner.staging();
-        let from = memory.range(offset, out.len());
-        let get = |to: &mut [u8]| {
+        let get = |memory: &CudaMemory, offset: usize, to: &mut [u8]| {
+            let from = memory.range(offset, to.len());
             // SAFETY: both ranges are live, the host's until the copy is done: waited for below.
-            unsafe { from.async_copy_to(to, &inner.stream) }
-                .map_err(|e| inner.error("cuMemcpyDtoHAsync", e))?;
-            inner.synchronize()
+            let done = unsafe { from.async_copy_to(to, &inner.stream) };
+            done.map_err(|e| inner.error("cuMemcpyDtoHAsync", e))
         };
-        match staging.down(out.len()) {
-            None => get(out),
-            Some(pinned) => {
-                get(pinned)?;
-                out.copy_from_slice(pinned);
-                Ok(())
-            }
+        let Some(pinned) = staging.down(all) else {
+            let mut all = pieces.iter_mut().filter(|p| !p.2.is_empty());
+            let done = all.try_for_each(|(memory, offset, out)| get(memory, *offset, out));
+            return inner.synchronize().and(done);
+        };
+        let mut at = 0;
+        let mut all = pieces.iter().filter(|p| !p.2.is_empty());
+        let done = all.try_for_each(|(memory, offset, out)| {
+            let to = &mut pinned[at..at + out.len()];
+            at += out.len();
+            get(memory, *offset, to)
+        });
+        inner.synchronize().and(done)?;
+        let mut at = 0;
+        for (_, _, out) in pieces {
+            out.copy_from_slice(&pinned[at..at + out.len()]);
+            at += out.len();
         }
+        Ok(())
     }
 
     fn allocate_host(&self, bytes: usize) -> Result<CudaHost, DeviceError> {
-        let inner = &self.inner;
-        let _turn = inner.enter()?;
-        let address = if bytes == 0 {
-            null_mut()
-        } else {
-            // SAFETY: the driver's pages hold some bytes or other, all of which are u8. (Zeroing them
-            // would touch all of a large host tier once more.)
-            let pinned = unsafe { cuda_malloc_locked::<u8>(bytes) };
-            pinned.map_err(|e| match e {
-                CudaError::OutOfMemory => DeviceError::HostMemory {
-                    device: inner.info.to_string(),
-                    requested: bytes as u64,
-                },
-                e => inner.error("cuMemAllocHost", e),
-            })?
-        };
-        Ok(CudaHost {
-            device: inner.clone(),
-            address,
-            size: bytes,
-        })
+        CudaHost::new(&self.inner, bytes)
     }
 
     fn fork(&self) -> Result<(), DeviceError> {

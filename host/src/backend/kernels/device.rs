@@ -120,6 +120,9 @@ impl DeviceError {
     }
 }
 
+/// Bytes of a device's memory, from an offset on, and where they go.
+pub type Piece<'a, M> = (&'a M, usize, &'a mut [u8]);
+
 /// Memory on a device; given back when dropped, in the device's order.
 pub trait DeviceMemory: Send + Sync {
     /// Host memory that the device copies from by itself, 4 KiB aligned where that is pinned.
@@ -258,6 +261,14 @@ pub trait Device: Send + Sync {
         offset: usize,
         out: &mut [u8],
     ) -> Result<(), DeviceError>;
+
+    /// [`Device::download`] of several pieces, after one wait.
+    fn download_all(&self, pieces: &mut [Piece<'_, Self::Memory>]) -> Result<(), DeviceError> {
+        for (memory, offset, out) in pieces {
+            self.download(memory, *offset, out)?;
+        }
+        Ok(())
+    }
 
     /// `bytes` bytes of host memory for [`Device::copy_beside`], with any content.
     fn allocate_host(

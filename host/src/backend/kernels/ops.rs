@@ -259,14 +259,15 @@ impl<D: Device> Backend for KernelBackend<D> {
     fn read<T: Pod>(&self, buf: &Self::Buf<T>, offset: usize, out: &mut [T]) -> Result<()> {
         buf.from("read", offset, out.len())?;
         let out = bytemuck::cast_slice_mut(out);
-        self.device
-            .download(&buf.memory, offset * size_of::<T>(), out)?;
         let mut faults = [0u32];
-        self.device.download(
-            &self.faults.memory,
-            0,
-            bytemuck::cast_slice_mut(&mut faults),
-        )?;
+        self.device.download_all(&mut [
+            (&buf.memory, offset * size_of::<T>(), out),
+            (
+                &self.faults.memory,
+                0,
+                bytemuck::cast_slice_mut(&mut faults),
+            ),
+        ])?;
         let mut jobs = faults[0];
         for peer in &self.peers {
             let word = bytemuck::cast_slice_mut(&mut faults);

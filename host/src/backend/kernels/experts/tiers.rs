@@ -11,15 +11,15 @@ use super::hot::{Copies, HotPlaces};
 use super::load::{Places, drop_unused, record_descs};
 use super::moves::{self, Moves};
 use crate::archive::{Digest, Record};
-use crate::backend::cpu::{self, Cpu};
+use crate::backend::cpu::{self, Cpu, ExpertRoom};
 use crate::backend::kernels::buffer::Buffer;
 use crate::backend::kernels::device::{ALIGNMENT, Device, DeviceMemory};
 use crate::backend::kernels::error::{KernelError, Result};
 use crate::backend::kernels::ops::KernelBackend;
-use crate::backend::{Backend, LayerExperts, LoadExperts, TieredLayer};
+use crate::backend::{Backend, TieredLayer};
 use crate::disk::reader::{BLOCK, DirectFile};
 use crate::disk::reads::{Reads, Way};
-use crate::expert::{ExpertShape, Form, RawMatrix};
+use crate::expert::{ExpertShape, Form, MatrixKind, RawMatrix};
 use crate::placement::{TIERS, Tier, Used};
 
 use super::Experts;
@@ -159,7 +159,7 @@ struct Loaded<'a> {
     record: Record<'a>,
     /// Where its record begins in its part of the buffer.
     skip: usize,
-    /// Decoded, where its tier is int4 and the host decodes.
+    /// Decoded, where its tier is int4 in device memory and the host decodes.
     raw: Option<[RawMatrix<'static>; 3]>,
 }
 
@@ -177,11 +177,13 @@ fn keep(to: &mut [u8], from: &[(usize, &[u8])]) {
     (jobs.into_par_iter()).for_each(|(to, from)| to.copy_from_slice(from));
 }
 
-/// Reads an expert's record to `room`, checks it and decodes it if its tier asks for that and the device does not.
+/// Reads an expert's record to `room`, checks it and decodes it: to `on_cpu`, where it has room there, or if its tier
+/// asks for that and the device does not.
 fn load<'a>(
     layer: &TieredLayer<'a>,
     expert: usize,
     room: &'a mut [u8],
+    on_cpu: Option<ExpertRoom<'_>>,
     device_decodes: bool,
 ) -> Result<Loaded<'a>> {
     let (at, bytes) = layer.archive.place_of(layer.number, expert)?;
@@ -202,9 +204,13 @@ fn load<'a>(
         })?
     };
     let record = layer.archive.record_in(layer.number, expert, read)?;
+    if let Some(room) = on_cpu {
+        for (kind, (packed, scales)) in MatrixKind::ALL.into_iter().zip(room) {
+            record.decode_into(kind, packed, scales)?;
+        }
+    }
     let raw = match layer.tiers[expert] {
-        Tier::VramHot if device_decodes => None,
-        Tier::VramHot | Tier::RamRaw => Some(record.decode_all()?.map(|m| RawMatrix {
+        Tier::VramHot if !device_decodes => Some(record.decode_all()?.map(|m| RawMatrix {
             packed: m.packed.into_owned().into(),
             scales: m.scales.into_owned().into(),
         })),
@@ -301,7 +307,14 @@ impl<D: Device> KernelBackend<D> {
         let mut places: Vec<Place> = (0..layer.tiers.len())
             .map(|e| Place::Elsewhere(device_of(e).into()))
             .collect();
-        let mut on_cpu: Vec<[RawMatrix<'static>; 3]> = Vec::new();
+        let of_cpu = |e: &usize| layer.tiers[*e] == Tier::RamRaw;
+        let mut on_cpu = match here.iter().filter(|e| of_cpu(e)).count() {
+            0 => None,
+            n => Some(cpu::Experts::room(shape, n)?),
+        };
+        let rooms = on_cpu.as_mut().map(cpu::Experts::room_of_each);
+        let mut rooms = rooms.unwrap_or_default().into_iter();
+        let mut next_on_cpu = 0..;
         let room = (here.iter())
             .map(|&e| Ok(layer.archive.place_of(layer.number, e)?.1))
             .collect::<Result<Vec<usize>>>()?;
@@ -320,9 +333,12 @@ impl<D: Device> KernelBackend<D> {
         for (n, these) in here.chunks(wave).enumerate() {
             // What was copied from this buffer two waves ago has been waited for one wave ago.
             let buffer = &mut waves[n % 2];
-            let read: Vec<Loaded<'_>> = (these, buffer.par_chunks_mut(room))
+            let rooms: Vec<_> = (these.iter())
+                .map(|e| if of_cpu(e) { rooms.next() } else { None })
+                .collect();
+            let read: Vec<Loaded<'_>> = (these, buffer.par_chunks_mut(room), rooms)
                 .into_par_iter()
-                .map(|(e, room)| load(layer, *e, room, device_decodes))
+                .map(|(e, room, on_cpu)| load(layer, *e, room, on_cpu, device_decodes))
                 .collect::<Result<_>>()?;
             // The copies of the wave before end here, so that its buffer can be read into.
             if std::mem::take(&mut copying) {
@@ -364,10 +380,7 @@ impl<D: Device> KernelBackend<D> {
                         classes.iter_mut().for_each(|c| c.raw = true);
                         Place::Resident
                     }
-                    (Tier::RamRaw, Some(raw)) => {
-                        on_cpu.push(raw);
-                        Place::Cpu(on_cpu.len() as u32 - 1)
-                    }
+                    (Tier::RamRaw, _) => Place::Cpu(next_on_cpu.next().unwrap_or_default()),
                     (Tier::RamAns, _) => {
                         kept.push((at[e], record.bytes));
                         Place::Host(at[e], away(&mut classes)?)
@@ -418,12 +431,9 @@ impl<D: Device> KernelBackend<D> {
         *cached = Some(waves);
         drop(cached);
         drop_unused(&mut classes);
-        let cpu = if on_cpu.is_empty() {
-            None
-        } else {
-            let cpu = Cpu::new()?;
-            let placed = cpu.load_experts(LayerExperts::Raw(on_cpu), shape, form)?;
-            Some((cpu, placed))
+        let cpu = match on_cpu {
+            None => None,
+            Some(placed) => Some((Cpu::new()?, placed)),
         };
         let slots = stage.as_ref().map_or(0, |s| s.slots);
         descs.resize(3 * (layer.tiers.len() + slots), MatrixDesc::default());
