@@ -201,13 +201,13 @@ impl<'a> State<'a> {
     fn run(&mut self, engine: &mut dyn Engine, amount: Amount) -> Result<Run, DecodeError> {
         let vocab = engine.config().vocab;
         engine.begin(amount.positions(), Wanted::Last)?;
-        let mut token_us = Vec::with_capacity(amount.tokens);
+        let (mut token_us, mut logits) = (Vec::with_capacity(amount.tokens), Vec::new());
         for t in 0..amount.warmup + amount.tokens {
             if interrupt::requested() {
                 return Err(DecodeError::Interrupted);
             }
             let start = Instant::now();
-            engine.forward(&[token(t, vocab)], Wanted::Last)?;
+            engine.forward_into(&[token(t, vocab)], Wanted::Last, &mut logits)?;
             if t >= amount.warmup {
                 token_us.push(1e6 * start.elapsed().as_secs_f64());
             }

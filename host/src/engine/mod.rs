@@ -275,7 +275,21 @@ pub trait Engine {
     ///
     /// # Panics
     /// Without [`Engine::begin`], or if there is no room.
-    fn forward(&mut self, ids: &[u32], wanted: Wanted) -> Result<Vec<f32>, EngineError>;
+    fn forward(&mut self, ids: &[u32], wanted: Wanted) -> Result<Vec<f32>, EngineError> {
+        let mut logits = Vec::new();
+        self.forward_into(ids, wanted, &mut logits)?;
+        Ok(logits)
+    }
+    /// The same, to `logits`, whose memory is used again.
+    ///
+    /// # Panics
+    /// As [`Engine::forward`].
+    fn forward_into(
+        &mut self,
+        ids: &[u32],
+        wanted: Wanted,
+        logits: &mut Vec<f32>,
+    ) -> Result<(), EngineError>;
     /// Drafts up to `n` tokens after `next`, which is to be the next token of the sequence and is not
     /// part of it yet. None where no layer that drafts was loaded.
     ///
@@ -453,12 +467,17 @@ impl<B: LoadExperts> Engine for Loaded<B> {
         true
     }
 
-    fn forward(&mut self, ids: &[u32], wanted: Wanted) -> Result<Vec<f32>, EngineError> {
+    fn forward_into(
+        &mut self,
+        ids: &[u32],
+        wanted: Wanted,
+        logits: &mut Vec<f32>,
+    ) -> Result<(), EngineError> {
         self.repin();
         let (session, _) = self.session.as_mut().expect("begin comes first");
         let first = session.position();
-        let logits = self.model.forward(session, ids, wanted);
-        let logits = logits.map_err(|e| self.failed(e))?;
+        let done = self.model.forward_into(session, ids, wanted, logits);
+        done.map_err(|e| self.failed(e))?;
         let vocab = self.model.config().vocab;
         let skipped = ids.len() - logits.len() / vocab;
         if !matches!(wanted, Wanted::Tail(_)) {
@@ -466,7 +485,7 @@ impl<B: LoadExperts> Engine for Loaded<B> {
                 check_finite(row, first + skipped + i)?;
             }
         }
-        Ok(logits)
+        Ok(())
     }
 
     fn draft(&mut self, next: u32, n: usize) -> Result<Vec<u32>, EngineError> {

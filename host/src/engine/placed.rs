@@ -390,10 +390,15 @@ impl<D: Device + Clone + 'static> Engine for Placed<D> {
         resumed
     }
 
-    fn forward(&mut self, ids: &[u32], wanted: Wanted) -> Result<Vec<f32>, EngineError> {
-        let logits = self.with(|loaded| loaded.forward(ids, wanted))?;
+    fn forward_into(
+        &mut self,
+        ids: &[u32],
+        wanted: Wanted,
+        logits: &mut Vec<f32>,
+    ) -> Result<(), EngineError> {
+        self.with(|loaded| loaded.forward_into(ids, wanted, logits))?;
         self.ids.extend_from_slice(ids);
-        Ok(logits)
+        Ok(())
     }
 
     fn draft(&mut self, next: u32, n: usize) -> Result<Vec<u32>, EngineError> {

@@ -209,7 +209,7 @@ pub fn generate(
         } else {
             Wanted::None
         };
-        logits = engine.forward(batch, wanted)?;
+        engine.forward_into(batch, wanted, &mut logits)?;
         on_prompt(held + i * at_once + batch.len(), prompt.len());
     }
     out.prompt_time = start.elapsed();
@@ -256,10 +256,11 @@ pub fn generate(
         out.drafted += drafts.len();
         out.passes += 1;
         let batch: Vec<u32> = [id].into_iter().chain(drafts.iter().copied()).collect();
-        logits = match drafts.len() {
-            0 => engine.forward(&batch, Wanted::Last)?,
-            k => engine.forward(&batch, Wanted::Tail(k + 1))?,
+        let wanted = match drafts.len() {
+            0 => Wanted::Last,
+            k => Wanted::Tail(k + 1),
         };
+        engine.forward_into(&batch, wanted, &mut logits)?;
         row = 0;
     }
     // What the sequence holds are the prompt and all that was generated but for the last token.

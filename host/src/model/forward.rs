@@ -26,6 +26,21 @@ impl<B: LoadExperts> Model<B> {
         self.forward_traced(session, ids, wanted, None)
     }
 
+    /// As [`Model::forward`], to memory that was used before: what a process is given anew costs it more than the
+    /// copy.
+    ///
+    /// # Panics
+    /// As [`Model::forward`].
+    pub fn forward_into(
+        &self,
+        session: &mut Session<B>,
+        ids: &[u32],
+        wanted: Wanted,
+        logits: &mut Vec<f32>,
+    ) -> Result<(), B::Error> {
+        self.forward_with(session, ids, wanted, None, logits)
+    }
+
     /// As [`Model::forward`]; `trace` receives the last token's hidden state after the embedding,
     /// after each layer but the last, and after the final norm, as Hugging Face's
     /// `output_hidden_states` lists them.
@@ -34,8 +49,21 @@ impl<B: LoadExperts> Model<B> {
         session: &mut Session<B>,
         ids: &[u32],
         wanted: Wanted,
-        mut trace: Option<&mut Vec<Vec<f32>>>,
+        trace: Option<&mut Vec<Vec<f32>>>,
     ) -> Result<Vec<f32>, B::Error> {
+        let mut logits = Vec::new();
+        self.forward_with(session, ids, wanted, trace, &mut logits)?;
+        Ok(logits)
+    }
+
+    fn forward_with(
+        &self,
+        session: &mut Session<B>,
+        ids: &[u32],
+        wanted: Wanted,
+        mut trace: Option<&mut Vec<Vec<f32>>>,
+        logits: &mut Vec<f32>,
+    ) -> Result<(), B::Error> {
         assert!(
             ids.len() <= session.capacity - session.position,
             "{} tokens at {} of {}",
@@ -43,7 +71,7 @@ impl<B: LoadExperts> Model<B> {
             session.position,
             session.capacity
         );
-        let mut logits = Vec::new();
+        let mut at = 0;
         let batches = ids.len().div_ceil(session.chunk);
         for (i, batch) in ids.chunks(session.chunk).enumerate() {
             let last = i + 1 == batches;
@@ -69,15 +97,17 @@ impl<B: LoadExperts> Model<B> {
             if let Some(state) = &mut session.mtp {
                 state.hold(batch);
             }
-            let at = logits.len();
-            logits.resize(at + tokens * self.config.vocab, 0.0);
+            let end = at + tokens * self.config.vocab;
+            logits.resize(end, 0.0);
             (self.backend).read(&session.scratch.logits, 0, &mut logits[at..])?;
+            at = end;
             session.position += batch.len();
             if let Some(usage) = self.usage.borrow_mut().as_mut() {
                 usage.add_tokens(batch.len() as f64);
             }
         }
-        Ok(logits)
+        logits.truncate(at);
+        Ok(())
     }
 
     /// One batch up to the last layer; its hidden states stay in the scratch's `x`.
