@@ -1,6 +1,11 @@
 //! Choosing a token from logits.
 
+// Bodies leave vectors to the compiler: their parameter only chooses the features.
+#![allow(clippy::extra_unused_type_parameters)]
+
 use std::cmp::Reverse;
+
+use crate::simd::{Level, Simd, arms};
 
 /// How tokens are chosen.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -110,10 +115,51 @@ fn key(x: f32) -> i32 {
     }
 }
 
+/// The largest of what `key` gives, side by side in as many places as a vector has.
+#[inline(always)]
+fn largest_key(numbers: &[f32], key: impl Fn(f32) -> i32) -> i32 {
+    let mut places = [i32::MIN; 16];
+    let (whole, rest) = numbers.as_chunks::<16>();
+    for sixteen in whole {
+        for (place, x) in places.iter_mut().zip(sixteen) {
+            *place = (*place).max(key(*x));
+        }
+    }
+    let rest = rest.iter().map(|x| key(*x));
+    rest.chain(places).fold(i32::MIN, i32::max)
+}
+
+#[inline(always)]
+unsafe fn all_finite_body<S: Simd>(numbers: &[f32]) -> bool {
+    let mut finite = true;
+    for x in numbers {
+        finite &= x.is_finite();
+    }
+    finite
+}
+
+#[inline(always)]
+unsafe fn maxima_body<S: Simd>(logits: &[f32]) -> Vec<i32> {
+    let mut maxima = Vec::with_capacity(logits.len().div_ceil(CHUNK));
+    for chunk in logits.chunks(CHUNK) {
+        maxima.push(largest_key(chunk, key));
+    }
+    maxima
+}
+
+arms! {
+    fn all_finite_on(numbers: &[f32]) -> bool = all_finite_body;
+    fn maxima_on(logits: &[f32]) -> Vec<i32> = maxima_body;
+}
+
+/// Whether all numbers are finite.
+pub fn all_finite(numbers: &[f32]) -> bool {
+    all_finite_on(Level::best(), numbers)
+}
+
 /// The largest key of each chunk.
 fn maxima(logits: &[f32]) -> Vec<i32> {
-    let of = |chunk: &[f32]| chunk.iter().fold(i32::MIN, |m, x| m.max(key(*x)));
-    logits.chunks(CHUNK).map(of).collect()
+    maxima_on(Level::best(), logits)
 }
 
 /// The largest logit's token, of equal ones the lowest.
@@ -205,6 +251,21 @@ mod tests {
                 for n in [1, 2, 39, 40, 41, len] {
                     assert_eq!(largest(&logits, n), plain[..n.min(len)], "{len} {few} {n}");
                 }
+            }
+        }
+    }
+
+    #[test]
+    fn what_is_not_finite_is_found_wherever_it_is() {
+        for len in [0, 1, 15, 16, 33] {
+            let mut numbers = vec![-f32::MAX; len];
+            assert!(all_finite(&numbers));
+            for i in 0..len {
+                for x in [f32::NAN, -f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+                    numbers[i] = x;
+                    assert!(!all_finite(&numbers), "{x} at {i} of {len}");
+                }
+                numbers[i] = f32::MIN_POSITIVE;
             }
         }
     }

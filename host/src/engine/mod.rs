@@ -21,6 +21,7 @@ use crate::placement::calibrate::{self, Calibration};
 use crate::placement::memory::{DensePart, cache_bytes};
 use crate::placement::request::{Request, RequestError};
 use crate::placement::{self, Plan, Profile};
+use crate::sample;
 use crate::trace::Trace;
 pub use placed::{open_placed, open_whole};
 
@@ -90,8 +91,7 @@ impl Options {
 
 /// Refuses logits, those behind the token of `position`, that are not finite.
 pub fn check_finite(logits: &[f32], position: usize) -> Result<(), EngineError> {
-    // Without a branch for each.
-    if logits.iter().fold(true, |all, x| all & x.is_finite()) {
+    if sample::all_finite(logits) {
         return Ok(());
     }
     match logits.iter().position(|x| !x.is_finite()) {

@@ -218,6 +218,7 @@ pub fn generate(
     let vocab = engine.config().vocab;
     // Logits are of the token before the drafts and of each draft; `row` is where the sequence is.
     let (mut drafts, mut row) = (Vec::new(), 0);
+    let mut in_passes = Duration::ZERO;
     loop {
         let of = &logits[row * vocab..][..vocab];
         // Of one row alone the engine has looked at it.
@@ -260,11 +261,18 @@ pub fn generate(
             0 => Wanted::Last,
             k => Wanted::Tail(k + 1),
         };
+        let pass = Instant::now();
         engine.forward_into(&batch, wanted, &mut logits)?;
+        in_passes += pass.elapsed();
         row = 0;
     }
     // What the sequence holds are the prompt and all that was generated but for the last token.
     engine.roll_back(drafts.len() - row);
     out.decode_time = start.elapsed();
+    tracing::debug!(
+        "{} passes in {in_passes:?} of {:?}",
+        out.passes,
+        out.decode_time
+    );
     Ok(out)
 }
