@@ -10,7 +10,7 @@ pub mod format;
 mod forward;
 mod inventory;
 mod latent;
-mod matrix;
+pub(crate) mod matrix;
 pub mod mtp;
 mod repin;
 mod routing;

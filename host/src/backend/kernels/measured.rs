@@ -2,8 +2,9 @@
 //! --ignored --nocapture measured`.
 
 use super::{CudaDevice, Device, KernelBackend};
-use crate::backend::{Attend, Backend, Cached, Index, Mla, Weight, rows, rows_mut};
+use crate::backend::{Attend, Backend, Cached, Index, Mla, rows, rows_mut};
 use crate::bench::synth::Rng;
+use crate::model::matrix::Part;
 
 /// Median us of one of `passes` passes that are recorded and done again.
 pub(super) fn median(passes: usize, devices: &[&CudaDevice], mut pass: impl FnMut(usize)) -> f64 {
@@ -112,10 +113,10 @@ fn attention() {
     }
 }
 
-/// Rows of bytes times one token and times a batch.
+/// Rows of each kind of numbers times one token and times a batch.
 #[test]
 #[ignore = "a measurement: it takes a GPU and prints times, and nothing is to be asserted of them"]
-fn rows_of_bytes() {
+fn rows_of_weights() {
     let (device, b) = device();
     for (name, n, cols) in [
         ("o_proj", 6144, 16384),
@@ -124,25 +125,35 @@ fn rows_of_bytes() {
         ("shared gate and up", 4096, 6144),
         ("shared down", 6144, 2048),
     ] {
-        let bytes: Vec<i8> = (0..n * cols).map(|i| (i * 31 % 251) as u8 as i8).collect();
-        // Together more than an L2 holds.
-        let copies: Vec<_> = (0..(128 << 20) / bytes.len() + 1)
-            .map(|_| b.upload(&bytes).unwrap())
-            .collect();
-        let scales = b.upload(&vec![1e-3f32; n]).unwrap();
-        for tokens in [1, 8, 16, 64, 256, 1024] {
-            let x = b.upload(&Rng::new(3).normals(tokens * cols)).unwrap();
-            let mut out = b.alloc::<f32>(tokens * n).unwrap();
-            let us = median(if tokens < 9 { 20 } else { 2 }, &[&device], |i| {
-                let weight = Weight::Int8 {
-                    bytes: &copies[i % copies.len()],
-                    scales: &scales,
-                };
-                let (x, out) = (rows(&x, cols), rows_mut(&mut out, n));
-                b.linear(x, weight, n, cols, tokens, false, out).unwrap();
-            });
-            let rate = 1e-6 * (tokens * n * cols) as f64 / us;
-            println!("{name}: {n} x {cols}, {tokens} tokens: {us:.1} us, {rate:.2} T products/s");
+        let all = || (0..n * cols).map(|i| (i * 31 % 251) as u8 as i8);
+        for kind in ["int8", "bf16", "f32"] {
+            // Together more than an L2 holds.
+            let copies: Vec<Part<_>> = (0..(128 << 20) / (n * cols) + 1)
+                .map(|_| match kind {
+                    "int8" => Part::Int8 {
+                        bytes: b.upload(&all().collect::<Vec<i8>>()).unwrap(),
+                        scales: b.upload(&vec![1e-3f32; n]).unwrap(),
+                    },
+                    "bf16" => {
+                        let bits = all().map(|q| gpu::arith::to_bf16(f32::from(q)));
+                        Part::Bf16(b.upload(&bits.collect::<Vec<u16>>()).unwrap())
+                    }
+                    _ => Part::F32(b.upload(&all().map(f32::from).collect::<Vec<_>>()).unwrap()),
+                })
+                .collect();
+            for tokens in [1, 8, 16, 64, 256, 1024] {
+                let x = b.upload(&Rng::new(3).normals(tokens * cols)).unwrap();
+                let mut out = b.alloc::<f32>(tokens * n).unwrap();
+                let us = median(if tokens < 9 { 20 } else { 2 }, &[&device], |i| {
+                    let (x, out) = (rows(&x, cols), rows_mut(&mut out, n));
+                    let weight = copies[i % copies.len()].weight();
+                    b.linear(x, weight, n, cols, tokens, false, out).unwrap();
+                });
+                let rate = 1e-6 * (tokens * n * cols) as f64 / us;
+                println!(
+                    "{name}: {n} x {cols}, {kind}, {tokens} tokens: {us:.1} us, {rate:.2} T products/s"
+                );
+            }
         }
     }
 }
