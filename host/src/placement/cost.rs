@@ -14,9 +14,9 @@
 //!
 //! `coded(n)` is `ans` of the records in rANS and `plane3` of those in plane3, of which there are
 //! binomially many by their share of the tier's selections. `hot`, `ans`, `plane3`, `cpu`, `upload` and
-//! `disk` are lines: nothing for nothing, else a fixed part and a part in proportion ([`Line`]). The round trip, which tells the host what was chosen, is there
-//! where a layer has any expert outside device memory. A token takes the sum over layers, and what
-//! the dense part takes.
+//! `disk` are lines: nothing for nothing, else a fixed part and a part in proportion ([`Line`]). The round
+//! trip, which tells the host what was chosen, is there where a layer has any expert outside device
+//! memory. A token takes the sum over layers, and what the dense part takes.
 
 use serde::{Deserialize, Serialize};
 
