@@ -140,7 +140,7 @@ impl<M: DeviceMemory> Hot<M> {
 }
 
 impl<D: Device> KernelBackend<D> {
-    /// An expert that the host decoded, to its places in `memory`.
+    /// An expert in int4 to its places in `memory`.
     pub(super) fn upload_hot(
         &self,
         memory: &Buffer<u8, D::Memory>,

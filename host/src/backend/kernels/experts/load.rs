@@ -6,6 +6,7 @@ use gpu::coded_plan;
 use gpu::layout::Folds;
 use gpu::plane3::Layout;
 
+use super::hot::HotPlaces;
 use super::{Class, Coded, Experts};
 use crate::archive::{LayerRecords, Record};
 use crate::backend::kernels::buffer::{Buffer, word};
@@ -141,30 +142,14 @@ impl<D: Device> KernelBackend<D> {
                         });
                     }
                 }
-                at.push((places.take(m.packed.len()), places.take(4 * m.scales.len())));
-                classes[class_of(kind)].raw = true;
             }
+            at.push(HotPlaces::take(&mut places, &shape));
         }
+        classes.iter_mut().for_each(|c| c.raw = !layer.is_empty());
         let memory = self.scratch::<u8>(places.bytes)?;
-        let base = memory.memory().address();
         let mut descs = Vec::with_capacity(3 * layer.len());
-        for (m, (packed, scales)) in layer.iter().flatten().zip(at) {
-            let kind = MatrixKind::ALL[descs.len() % 3];
-            let (rows, cols) = shape.dims(kind);
-            self.device().upload(memory.memory(), packed, &m.packed)?;
-            let bytes = bytemuck::cast_slice(&m.scales);
-            self.device().upload(memory.memory(), scales, bytes)?;
-            descs.push(MatrixDesc {
-                stream: Slice::new(base + packed as u64, (m.packed.len() / 4) as u64),
-                blocks: Slice::EMPTY,
-                scales: Slice::new(base + scales as u64, m.scales.len() as u64),
-                codec: abi::CODEC_RAW,
-                scale_format: abi::SCALES_F32,
-                rows: word("rows", rows)?,
-                cols: word("columns", cols)?,
-                n_blocks: 0,
-                reserved: 0,
-            });
+        for (matrices, at) in layer.iter().zip(at) {
+            descs.extend(self.upload_hot(&memory, &at, &shape, matrices)?);
         }
         self.place(shape, form, memory, descs, classes)
     }
