@@ -672,6 +672,36 @@ fn dense_matrices_may_be_int8() {
     }
 }
 
+#[test]
+fn dense_matrices_may_be_bf16() {
+    let out = tempfile::tempdir().unwrap();
+    let wide = support::to_f32(support::checkpoint("tiny-dsa"));
+    support::write_checkpoint(out.path(), "tiny-dsa", &wide);
+    let options = Options {
+        dense: DenseFormat::Bf16,
+        ..row()
+    };
+    let to = out.path().join("m");
+    let summary = convert(out.path(), &to, &options, |_, _| ()).unwrap();
+    let dense = read(&to.join("dense.safetensors"));
+    let mut narrow = 0;
+    for (name, (dtype, shape, bytes)) in &dense {
+        let (_, was_shape, was) = &wide[name];
+        assert_eq!(shape, was_shape);
+        if *dtype == Dtype::F32 {
+            assert!(bytes == was, "{name}");
+            let kept = ["norm", "bias", "mlp.gate.", "weights_proj"];
+            assert!(kept.iter().any(|k| name.contains(k)), "{name}");
+            continue;
+        }
+        narrow += 1;
+        let rounded = support::f32s(was).into_iter().map(half::bf16::from_f32);
+        let rounded: Vec<u8> = rounded.flat_map(half::bf16::to_le_bytes).collect();
+        assert!(*dtype == Dtype::BF16 && *bytes == rounded, "{name}");
+    }
+    assert!(narrow > 20 && summary.rounded == narrow, "{narrow}");
+}
+
 /// What cannot take its final name is refused before the work rather than behind it.
 #[cfg(unix)]
 #[test]

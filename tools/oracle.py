@@ -178,7 +178,7 @@ def chat(args):
 def integers(w, most, group):
     """q * s with s = max(amax / most, 1e-8) of each `group` columns, in float32."""
     shape = w.shape
-    w = w.contiguous().view(-1, group if group else shape[-1])
+    w = w.contiguous().view(-1, min(group or shape[-1], shape[-1]))
     s = torch.clamp(w.abs().amax(dim=-1, keepdim=True) / most, min=1e-8)
     return (torch.clamp(torch.round(w / s), -most - 1, most) * s).view(shape)
 

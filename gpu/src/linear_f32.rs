@@ -5,7 +5,7 @@
 //!
 //! 1. Eight weights are two loads of 16 bytes, and need no widening.
 //! 2. Shapes as in [`mod@crate::linear`]. Weights are twice as wide, so a warp has half as many steps of them
-//!    under way, and as many bytes; `linear_f32_four` twice as many.
+//!    under way, and as many bytes; `linear_f32_four` and `_many` twice as many.
 //!
 //! Limits: all but `linear_f32_thin` need [`VECTOR`]. There is no form for blocks that share tiles
 //! ([`mod@crate::linear_tile`] lays weights out as bf16): many tokens take `linear_f32_many`.

@@ -1,8 +1,5 @@
 //! Choosing a token from logits.
 
-// Bodies leave vectors to the compiler: their parameter only chooses the features.
-#![allow(clippy::extra_unused_type_parameters)]
-
 use std::cmp::Reverse;
 
 use crate::simd::{Level, Simd, arms};
@@ -115,9 +112,9 @@ fn key(x: f32) -> i32 {
     }
 }
 
-/// The largest of what `key` gives, side by side in as many places as a vector has.
+/// The largest key, found side by side in as many places as a vector has.
 #[inline(always)]
-fn largest_key(numbers: &[f32], key: impl Fn(f32) -> i32) -> i32 {
+fn largest_key(numbers: &[f32]) -> i32 {
     let mut places = [i32::MIN; 16];
     let (whole, rest) = numbers.as_chunks::<16>();
     for sixteen in whole {
@@ -129,6 +126,8 @@ fn largest_key(numbers: &[f32], key: impl Fn(f32) -> i32) -> i32 {
     rest.chain(places).fold(i32::MIN, i32::max)
 }
 
+// Bodies leave vectors to the compiler: their parameter only chooses the features.
+#[allow(clippy::extra_unused_type_parameters)]
 #[inline(always)]
 unsafe fn all_finite_body<S: Simd>(numbers: &[f32]) -> bool {
     let mut finite = true;
@@ -138,11 +137,12 @@ unsafe fn all_finite_body<S: Simd>(numbers: &[f32]) -> bool {
     finite
 }
 
+#[allow(clippy::extra_unused_type_parameters)]
 #[inline(always)]
 unsafe fn maxima_body<S: Simd>(logits: &[f32]) -> Vec<i32> {
     let mut maxima = Vec::with_capacity(logits.len().div_ceil(CHUNK));
     for chunk in logits.chunks(CHUNK) {
-        maxima.push(largest_key(chunk, key));
+        maxima.push(largest_key(chunk));
     }
     maxima
 }
@@ -204,6 +204,7 @@ fn largest(logits: &[f32], n: usize) -> Vec<u32> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::simd::Arm;
 
     fn sampler(temp: f32, top_k: usize, top_p: f32) -> Sampler {
         Sampler::new(Sampling {
@@ -248,6 +249,9 @@ mod tests {
                     x.is_nan().cmp(&y.is_nan()).then(by_size).then(a.cmp(b))
                 });
                 assert_eq!(greedy(&logits), plain[0]);
+                let on = |arm| maxima_on(Level::new(arm).unwrap(), &logits);
+                let all = Arm::ALL.into_iter().filter(|a| a.supported());
+                assert!(all.map(on).all(|m| m == maxima(&logits)));
                 for n in [1, 2, 39, 40, 41, len] {
                     assert_eq!(largest(&logits, n), plain[..n.min(len)], "{len} {few} {n}");
                 }
@@ -263,7 +267,13 @@ mod tests {
             for i in 0..len {
                 for x in [f32::NAN, -f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
                     numbers[i] = x;
-                    assert!(!all_finite(&numbers), "{x} at {i} of {len}");
+                    for arm in Arm::ALL.into_iter().filter(|a| a.supported()) {
+                        let level = Level::new(arm).unwrap();
+                        assert!(
+                            !all_finite_on(level, &numbers),
+                            "{x} at {i} of {len}, {arm:?}"
+                        );
+                    }
                 }
                 numbers[i] = f32::MIN_POSITIVE;
             }

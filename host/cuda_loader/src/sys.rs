@@ -153,6 +153,8 @@ pub const EVENT_DISABLE_TIMING: c_uint = 2;
 pub const EVENT_RECORD_EXTERNAL: c_uint = 1;
 /// `CU_MEMHOSTALLOC_PORTABLE`: pinned for all contexts.
 pub const HOST_ALLOC_PORTABLE: c_uint = 1;
+/// `CU_MEMHOSTREGISTER_PORTABLE`: the same of memory that is registered.
+pub const HOST_REGISTER_PORTABLE: c_uint = 1;
 /// `CU_MEMHOSTALLOC_DEVICEMAP`: mapped for the device.
 pub const HOST_ALLOC_DEVICE_MAP: c_uint = 2;
 /// `CU_MEMHOSTALLOC_WRITECOMBINED`: quick to copy from, slow to read on the host.

@@ -54,6 +54,8 @@ enum MtpArg {
 pub enum DenseArg {
     /// As the checkpoint has them; fp8 becomes bf16
     Verbatim,
+    /// bf16, but for norms, routers and indexer weights
+    Bf16,
     /// Bytes with one scale a row
     Int8Row,
 }
@@ -62,6 +64,7 @@ impl From<DenseArg> for DenseFormat {
     fn from(arg: DenseArg) -> Self {
         match arg {
             DenseArg::Verbatim => DenseFormat::Verbatim,
+            DenseArg::Bf16 => DenseFormat::Bf16,
             DenseArg::Int8Row => DenseFormat::Int8Row,
         }
     }
@@ -119,6 +122,9 @@ pub fn run(args: ConvertArgs) -> anyhow::Result<()> {
         },
         s.expert_bytes as f64 / 1e6
     );
+    if s.rounded > 0 {
+        ui::note!("{} dense tensors were rounded to bf16", s.rounded);
+    }
     if s.left_out > 0 {
         ui::note!(
             "left out {} tensors of layers that are not read, or copies of the embedding and the head",

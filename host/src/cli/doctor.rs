@@ -186,7 +186,7 @@ fn look_at_cpu(problems: &mut Vec<Problem>) -> CpuFindings {
             .map(Arm::name)
             .collect(),
         arm: arm.map(Arm::name),
-        memory_free_bytes: Some(ram::available()).filter(|free| *free > 0),
+        memory_free_bytes: ram::available(),
     }
 }
 

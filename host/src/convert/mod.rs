@@ -55,6 +55,8 @@ pub struct Summary {
     pub dense_tensors: usize,
     /// Their bytes.
     pub dense_bytes: u64,
+    /// Those that bf16 does not hold exactly, and that became bf16.
+    pub rounded: usize,
     /// Experts quantised.
     pub experts: usize,
     /// Of them those of int8.
@@ -240,6 +242,8 @@ pub enum DenseFormat {
     /// As they are; fp8 becomes bf16.
     #[default]
     Verbatim,
+    /// bf16, but for norms, routers and indexer weights.
+    Bf16,
     /// Signed bytes with a scale a row, but for norms, routers and indexer weights.
     Int8Row,
 }
@@ -439,13 +443,17 @@ enum Put {
     Scales,
 }
 
-/// Whether int8 takes this matrix: as fp8 checkpoints do, it leaves norms, routers and the
-/// indexer's weights alone.
-pub(crate) fn to_int8(name: &str, shape: &[usize]) -> bool {
+/// Whether another format takes this matrix: as fp8 checkpoints do, they leave norms, routers and the indexer's
+/// weights alone.
+fn to_fewer_bits(name: &str, shape: &[usize]) -> bool {
     let kept = ["norm", "mlp.gate.", "weights_proj", "bias"];
+    shape.len() == 2 && name.ends_with(".weight") && !kept.iter().any(|k| name.contains(k))
+}
+
+/// Whether int8 takes this matrix.
+pub(crate) fn to_int8(name: &str, shape: &[usize]) -> bool {
     // Lengths stay multiples of 4, so that every tensor is aligned.
-    let fits = shape.len() == 2 && shape[1].is_multiple_of(8);
-    fits && name.ends_with(".weight") && !kept.iter().any(|k| name.contains(k))
+    to_fewer_bits(name, shape) && shape[1].is_multiple_of(8)
 }
 
 fn write_dense(
@@ -487,7 +495,11 @@ fn write_dense(
             kept.push((Put::Int8, entry(name.into(), Dtype::U8, vec![weight.len()])));
             let name = format!("{name}{SCALES}");
             kept.push((Put::Scales, entry(name, Dtype::F32, scales)));
-        } else if tensor.dtype == Dtype::F8_E4M3 {
+        } else if tensor.dtype == Dtype::F8_E4M3
+            || format == DenseFormat::Bf16
+                && tensor.dtype != Dtype::BF16
+                && to_fewer_bits(name, &shape)
+        {
             kept.push((Put::Bf16, entry(name.into(), Dtype::BF16, shape)));
         } else {
             kept.push((Put::Verbatim, entry(name.into(), tensor.dtype, shape)));
@@ -521,6 +533,7 @@ fn write_dense(
         }
         checkpoint.check_scales(&entry.name, &weight, true)?;
         let mut row = vec![0.0; weight.cols];
+        let mut exact = true;
         let rows = (0..weight.rows).map(|r| {
             weight.widen(r * weight.cols, &mut row);
             if let Some(c) = row.iter().position(|w| !w.is_finite()) {
@@ -528,7 +541,11 @@ fn write_dense(
                 return Err(checkpoint.wrong(&name, "a finite weight", row[c]));
             }
             if *put == Put::Bf16 {
-                let bits = |w: &f32| half::bf16::from_f32(*w).to_le_bytes();
+                let bits = |w: &f32| {
+                    let rounded = half::bf16::from_f32(*w);
+                    exact &= rounded.to_f32() == *w;
+                    rounded.to_le_bytes()
+                };
                 return Ok(row.iter().flat_map(bits).collect());
             }
             let s = int8_scale(&row);
@@ -536,6 +553,7 @@ fn write_dense(
             Ok(row.iter().map(|w| int8(*w, s) as u8).collect())
         });
         out.write_pieces(rows)?;
+        summary.rounded += usize::from(!exact);
     }
     out.finish()
 }

@@ -322,7 +322,7 @@ impl RawExperts {
                 &name,
                 "int4-row, int8-row or int4-grouped by a multiple of 64 columns",
                 other.name(cols),
-                "experts of this format are not supported: convert a bf16 or fp8 checkpoint",
+                "experts of this format are not supported: convert a bf16, f32 or fp8 checkpoint",
             )),
         }
     }

@@ -27,7 +27,7 @@ impl<B: LoadExperts> Model<B> {
     }
 
     /// As [`Model::forward`], to memory that was used before: what a process is given anew costs it more than the
-    /// copy.
+    /// copy. After an error it holds anything.
     ///
     /// # Panics
     /// As [`Model::forward`].

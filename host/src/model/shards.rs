@@ -309,9 +309,8 @@ impl Shards {
                 ));
             }
         };
-        // Only formats of quantised tensors can be mistaken for one another.
         match self.stamps.get(name) {
-            Some(stamp) if !matches!(stamp.as_str(), "f32" | "bf16" | "fp8-e4m3-b128") => {
+            Some(stamp) if *stamp != weight.format.name(weight.cols) => {
                 let expected = format!("{stamp}, as its stamp in {STAMPS_KEY} says");
                 Err(self.wrong(name, expected, format!("{:?}", tensor.dtype)))
             }

@@ -21,8 +21,8 @@ use crate::placement;
 pub enum Source {
     /// `experts.safetensors` or a container's shards; tier raw.
     Raw(RawExperts),
-    /// An archive, decoded while loading; tier raw.
-    Decoded(Archive),
+    /// An archive, decoded while loading, by the device where it can; tier raw.
+    Decoded(Tiered),
     /// An archive; tier ans.
     Coded(Archive),
     /// An archive whose experts go to several tiers.
@@ -38,6 +38,24 @@ pub struct Tiered {
     pub(super) staged: usize,
     pub(super) cached: bool,
     pub(super) moving: bool,
+}
+
+impl Tiered {
+    /// On the first device, for good.
+    fn new(archive: Archive, tiers: Vec<Vec<placement::Tier>>) -> Result<Self, ModelError> {
+        let file = DirectFile::open(archive.path())
+            .map_err(|e| ModelError::io(archive.path(), e, "check the file's permissions"))?;
+        Ok(Self {
+            // A small archive is in the page cache already, or is read a second time from there.
+            cached: archive.file_len() < crate::ram::available().unwrap_or(0) / 4,
+            file: Arc::new(file),
+            archive,
+            tiers,
+            devices: Vec::new(),
+            staged: 0,
+            moving: false,
+        })
+    }
 }
 
 const FOREIGN: &str = "it is the archive of another model: make this one's with `host pack -m DIR`";
@@ -72,9 +90,21 @@ impl Source {
         let archive = Archive::open(&archive)?;
         check_archive(&archive, dir, config)?;
         Ok(match tier {
-            Tier::Raw => Self::Decoded(archive),
+            Tier::Raw => {
+                let layer = vec![placement::Tier::VramHot; archive.experts()];
+                let tiers = vec![layer; archive.layers().len()];
+                Self::Decoded(Tiered::new(archive, tiers)?)
+            }
             Tier::Ans => Self::Coded(archive),
         })
+    }
+
+    /// Where experts go, of sources that say that.
+    pub(super) fn tiers(&self) -> Option<&Tiered> {
+        match self {
+            Source::Decoded(t) | Source::Tiered(t) => Some(t),
+            Source::Raw(_) | Source::Coded(_) => None,
+        }
     }
 
     /// The archive, if its experts stay coded.
@@ -109,28 +139,22 @@ impl Source {
         {
             return Ok(None);
         }
-        let file = DirectFile::open(archive.path())
-            .map_err(|e| ModelError::io(archive.path(), e, "check the file's permissions"))?;
-        let direct = file.direct();
         let tiered = Tiered {
-            // A small archive is in the page cache already, or is read a second time from there.
-            cached: archive.file_len() < crate::ram::available() / 4,
-            file: Arc::new(file),
-            archive,
-            tiers,
             devices,
             staged,
             moving,
+            ..Tiered::new(archive, tiers)?
         };
+        let direct = tiered.file.direct();
         Ok(Some((Self::Tiered(tiered), direct)))
     }
 
     /// Geometry of the experts.
     pub fn shape(&self) -> ExpertShape {
         match self {
-            Source::Tiered(t) => *t.archive.shape(),
+            Source::Tiered(t) | Source::Decoded(t) => *t.archive.shape(),
             Source::Raw(raw) => raw.shape(),
-            Source::Decoded(archive) | Source::Coded(archive) => *archive.shape(),
+            Source::Coded(archive) => *archive.shape(),
         }
     }
 
@@ -146,8 +170,8 @@ impl Source {
     pub fn is_int8(&self, l: usize) -> bool {
         match self {
             Source::Raw(raw) => raw.is_int8(l),
-            Source::Decoded(archive)
-            | Source::Coded(archive)
+            Source::Coded(archive)
+            | Source::Decoded(Tiered { archive, .. })
             | Source::Tiered(Tiered { archive, .. }) => archive.is_int8(l as u32),
         }
     }
@@ -180,6 +204,18 @@ impl Source {
         }
     }
 
+    /// Bytes that a layer's experts take of an archive, or decoded.
+    pub(super) fn layer_bytes(&self, archive: &Archive, l: usize) -> Result<u64, ModelError> {
+        let mut bytes = 0;
+        for e in 0..archive.experts() {
+            bytes += match self.tier() {
+                Tier::Raw => archive.shape().raw_bytes() as u64,
+                Tier::Ans => archive.place_of(l as u32, e)?.1 as u64,
+            };
+        }
+        Ok(bytes)
+    }
+
     /// A layer's experts and the bytes they take.
     pub(super) fn layer(&self, l: usize) -> Result<(LayerExperts<'_>, u64), ModelError> {
         let raw_bytes = |n: usize| (n * self.shape().raw_bytes()) as u64;
@@ -189,7 +225,7 @@ impl Source {
                 let bytes = raw_bytes(layer.len());
                 (LayerExperts::Raw(layer), bytes)
             }
-            Source::Decoded(archive) => {
+            Source::Decoded(Tiered { archive, .. }) => {
                 let raw = records(archive, l)?
                     .1
                     .par_iter()

@@ -238,8 +238,7 @@ impl<'a, B: LoadExperts> Loader<'a, B> {
     fn experts(&mut self, l: usize, source: &Source, form: Form) -> Result<B::Experts, ModelError> {
         let what = format!("the experts of layer {}", l & !LOW_NIBBLES as usize);
         // Both halves of an int8 layer are in one place.
-        if let Source::Tiered(t) = source
-            && !source.is_int8(l)
+        if let Some(t) = source.tiers().filter(|_| !source.is_int8(l))
             && let Ok(index) = t.archive.layers().binary_search(&(l as u32))
         {
             let layer = TieredLayer {
@@ -254,9 +253,7 @@ impl<'a, B: LoadExperts> Loader<'a, B> {
             };
             let placed = self.backend.load_tiers(&layer, source.shape(), form);
             if let Some(placed) = self.place(&what, placed)? {
-                for e in 0..t.archive.experts() {
-                    self.expert_bytes += t.archive.place_of(l as u32, e)?.1 as u64;
-                }
+                self.expert_bytes += source.layer_bytes(&t.archive, l)?;
                 return Ok(placed);
             }
         }

@@ -1,6 +1,7 @@
 //! What this machine takes for each tier, measured in a few seconds with experts of the model, and
 //! kept for the next time.
 
+use std::cell::RefCell;
 use std::hint::black_box;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -649,15 +650,20 @@ fn token<D: Device + Clone + 'static>(
             .collect()
     };
     type Sessions<D> = Session<KernelBackend<D>>;
-    let mut logits = Vec::new();
-    let mut pass = |model: &Model<KernelBackend<D>>, session: &mut Sessions<D>, n, tokens| {
+    let logits = RefCell::new(Vec::new());
+    let pass = |model: &Model<KernelBackend<D>>, session: &mut Sessions<D>, n, tokens| {
         going()?;
         let start = Instant::now();
-        model.forward_into(session, &ids(n, tokens), wanted(tokens), &mut logits)?;
+        model.forward_into(
+            session,
+            &ids(n, tokens),
+            wanted(tokens),
+            &mut logits.borrow_mut(),
+        )?;
         Ok::<_, CalibrateError>(start.elapsed().as_secs_f64())
     };
     // A pass, one without the last layer, and what the first takes longer, where least came between.
-    let mut both = |model: &mut Model<KernelBackend<D>>, tokens: usize| {
+    let both = |model: &mut Model<KernelBackend<D>>, tokens: usize| {
         let room = tokens * PASSES;
         let mut with = model.session(room, wanted(tokens))?;
         let mut without = model.without_last_layer(|m| m.session(room, wanted(tokens)))?;
@@ -671,19 +677,12 @@ fn token<D: Device + Clone + 'static>(
     };
     let [one, two] = [both(&mut model, 1)?, both(&mut model, 2)?];
     let experts = archive.experts();
-    let mut tiers = vec![Tier::VramHot; experts];
     let file = DirectFile::buffered(archive.path());
     let file = Arc::new(file.map_err(|source| CalibrateError::Read {
         path: archive.path().to_owned(),
         source,
     })?);
-    let hot = match model.tier_last_layer(archive, &file, &tiers) {
-        Ok(true) => Some(both(&mut model, 1)?),
-        Ok(false) => None,
-        Err(e) if out_of_memory(&e) => None,
-        Err(e) => return Err(e.into()),
-    };
-    tiers.fill(Tier::VramAns);
+    let mut tiers = vec![Tier::VramAns; experts];
     if let Some(last) = tiers.last_mut() {
         *last = Tier::RamAns;
     }
@@ -699,6 +698,22 @@ fn token<D: Device + Clone + 'static>(
         Err(e) if out_of_memory(&e) => 0.0,
         Err(e) => return Err(e.into()),
     };
+    tiers.fill(Tier::VramHot);
+    let placed = model.tier_last_layer(archive, &file, &tiers);
+    let hot = match placed.map_err(CalibrateError::from) {
+        Ok(true) => both(&mut model, 1).map(Some),
+        Ok(false) => Ok(None),
+        Err(e) => Err(e),
+    };
+    let hot = match hot {
+        Err(CalibrateError::Model(e)) if out_of_memory(&e) => Err(()),
+        Err(CalibrateError::Kernel(e)) if lacks_memory(&e) => Err(()),
+        other => Ok(other?),
+    };
+    if hot.is_err() {
+        tracing::warn!("no memory to measure a layer in int4 with: int4 is measured by itself");
+    }
+    let hot = hot.unwrap_or(None);
     let of_plane3 = (0..experts)
         .map(|e| archive.is_plane3(first as u32, e))
         .try_fold(0, |n, kind| Ok::<_, ArchiveError>(n + usize::from(kind?)))?;
@@ -734,8 +749,12 @@ fn out_of_memory(e: &ModelError) -> bool {
     let ModelError::Place { source, .. } = e else {
         return false;
     };
-    match source.downcast_ref() {
-        Some(KernelError::Device(e)) => {
+    source.downcast_ref().is_some_and(lacks_memory)
+}
+
+fn lacks_memory(e: &KernelError) -> bool {
+    match e {
+        KernelError::Device(e) => {
             e.is_out_of_memory() || matches!(e, DeviceError::HostMemory { .. })
         }
         _ => false,

@@ -259,7 +259,7 @@ impl Request {
 
     /// Says which budgets are more than there is, of a device with `free` bytes and of this machine.
     pub fn say_excess(&self, free: u64) {
-        let memory = crate::ram::available();
+        let memory = crate::ram::available().unwrap_or(0);
         for (option, size, there) in [("vram", self.vram, free), ("ram", self.ram, memory)] {
             if let Some(Size::Bytes(n)) = size
                 && n > there
@@ -353,7 +353,7 @@ impl Request {
         if taken > vram {
             return Err(RequestError::NoRoom { vram, taken });
         }
-        let memory = crate::ram::available();
+        let memory = crate::ram::available().unwrap_or(0);
         let short = |device: usize| self.short.get(device).copied().unwrap_or(0);
         let budget = Budget {
             vram: (vram - taken).saturating_sub(short(0)),

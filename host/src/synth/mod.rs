@@ -418,7 +418,7 @@ fn write_dense(
     let mut scaled: (f64, Vec<u16>) = (f64::NAN, Vec::new());
     let bytes: Vec<u8> = match options.dense {
         DenseFormat::Int8Row => pool.par_iter().map(|x| int8_of(*x) as u8).collect(),
-        DenseFormat::Verbatim => Vec::new(),
+        DenseFormat::Verbatim | DenseFormat::Bf16 => Vec::new(),
     };
     let mut out = TensorWriter::create(&dir.join(DENSE_FILE), entries.clone(), metadata)?;
     let mut done = 0;

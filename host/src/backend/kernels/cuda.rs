@@ -441,18 +441,20 @@ impl Device for CudaDevice {
             done.map_err(|e| inner.error("cuMemcpyDtoHAsync", e))
         };
         let Some(pinned) = staging.down(all) else {
-            let mut all = pieces.iter_mut().filter(|p| !p.2.is_empty());
-            let done = all.try_for_each(|(memory, offset, out)| get(memory, *offset, out));
-            return inner.synchronize().and(done);
+            let mut some = pieces.iter_mut().filter(|p| !p.2.is_empty());
+            let done = some.try_for_each(|(memory, offset, out)| get(memory, *offset, out));
+            let waited = inner.synchronize();
+            return done.and(waited);
         };
         let mut at = 0;
-        let mut all = pieces.iter().filter(|p| !p.2.is_empty());
-        let done = all.try_for_each(|(memory, offset, out)| {
+        let mut some = pieces.iter().filter(|p| !p.2.is_empty());
+        let done = some.try_for_each(|(memory, offset, out)| {
             let to = &mut pinned[at..at + out.len()];
             at += out.len();
             get(memory, *offset, to)
         });
-        inner.synchronize().and(done)?;
+        let waited = inner.synchronize();
+        done.and(waited)?;
         let mut at = 0;
         for (_, _, out) in pieces {
             out.copy_from_slice(&pinned[at..at + out.len()]);

@@ -13,7 +13,7 @@ use super::moves::{self, Moves};
 use crate::archive::{Digest, Record};
 use crate::backend::cpu::{self, Cpu, ExpertRoom};
 use crate::backend::kernels::buffer::Buffer;
-use crate::backend::kernels::device::{ALIGNMENT, Device, DeviceMemory};
+use crate::backend::kernels::device::{ALIGNMENT, Device, DeviceError, DeviceMemory};
 use crate::backend::kernels::error::{KernelError, Result};
 use crate::backend::kernels::ops::KernelBackend;
 use crate::backend::{Backend, TieredLayer};
@@ -21,6 +21,7 @@ use crate::disk::reader::{BLOCK, DirectFile};
 use crate::disk::reads::{Reads, Way};
 use crate::expert::{ExpertShape, Form, MatrixKind, RawMatrix};
 use crate::placement::{TIERS, Tier, Used};
+use crate::ram;
 
 use super::Experts;
 
@@ -310,11 +311,17 @@ impl<D: Device> KernelBackend<D> {
         let of_cpu = |e: &usize| layer.tiers[*e] == Tier::RamRaw;
         let mut on_cpu = match here.iter().filter(|e| of_cpu(e)).count() {
             0 => None,
+            n if ram::lacks(n * shape.raw_bytes()) => {
+                return Err(KernelError::Device(DeviceError::HostMemory {
+                    device: self.device().describe(),
+                    requested: (n * shape.raw_bytes()) as u64,
+                }));
+            }
             n => Some(cpu::Experts::room(shape, n)?),
         };
         let rooms = on_cpu.as_mut().map(cpu::Experts::room_of_each);
         let mut rooms = rooms.unwrap_or_default().into_iter();
-        let mut next_on_cpu = 0..;
+        let mut on_cpu_so_far = 0;
         let room = (here.iter())
             .map(|&e| Ok(layer.archive.place_of(layer.number, e)?.1))
             .collect::<Result<Vec<usize>>>()?;
@@ -380,7 +387,10 @@ impl<D: Device> KernelBackend<D> {
                         classes.iter_mut().for_each(|c| c.raw = true);
                         Place::Resident
                     }
-                    (Tier::RamRaw, _) => Place::Cpu(next_on_cpu.next().unwrap_or_default()),
+                    (Tier::RamRaw, _) => {
+                        on_cpu_so_far += 1;
+                        Place::Cpu(on_cpu_so_far - 1)
+                    }
                     (Tier::RamAns, _) => {
                         kept.push((at[e], record.bytes));
                         Place::Host(at[e], away(&mut classes)?)
