@@ -175,6 +175,13 @@ pub fn greedy(logits: &[f32]) -> u32 {
     (best * CHUNK + within.unwrap_or(0)) as u32
 }
 
+/// A key and its token as one number: larger keys first, of equal ones the lower token.
+fn place((key, id): (i32, u32)) -> u64 {
+    // In the order of signed numbers.
+    let key = key as u32 ^ 1 << 31;
+    u64::from(!key) << 32 | u64::from(id)
+}
+
 /// The tokens of the `n` largest logits, largest first, of equal ones the lowest first.
 fn largest(logits: &[f32], n: usize) -> Vec<u32> {
     let maxima = maxima(logits);
@@ -188,17 +195,16 @@ fn largest(logits: &[f32], n: usize) -> Vec<u32> {
     for (c, chunk) in logits.chunks(CHUNK).enumerate() {
         if maxima[c] >= least {
             let first = (c * CHUNK) as u32;
-            let ids = (first..).zip(chunk).filter(|(_, x)| key(**x) >= least);
-            order.extend(ids.map(|(id, _)| id));
+            let places = (first..).zip(chunk).map(|(id, x)| (key(*x), id));
+            order.extend(places.filter(|(k, _)| *k >= least).map(place));
         }
     }
-    let place = |id: &u32| (Reverse(key(logits[*id as usize])), *id);
     if n < order.len() {
-        order.select_nth_unstable_by_key(n, place);
+        order.select_nth_unstable(n);
         order.truncate(n);
     }
-    order.sort_unstable_by_key(place);
-    order
+    order.sort_unstable();
+    order.into_iter().map(|place| place as u32).collect()
 }
 
 #[cfg(test)]
