@@ -275,16 +275,14 @@ fn groups_are_those_that_all_matrices_may_have() {
             let cols = shape[1];
             let (q, s) = integers(&widen(&bytes), cols, GROUP, 7.0);
             let scale = |i: usize| s[i / cols * cols.div_ceil(GROUP) + i % cols / GROUP];
-            let w = (0..q.len()).map(|i| half::bf16::from_f32(f32::from(q[i]) * scale(i)));
+            let w = (0..q.len()).map(|i| f32::from(q[i]) * scale(i));
             wide.remove(&scales);
-            let bytes = w.flat_map(half::bf16::to_le_bytes).collect();
-            wide.insert(name, (Dtype::BF16, shape, bytes));
+            let bytes = w.flat_map(f32::to_le_bytes).collect();
+            wide.insert(name, (Dtype::F32, shape, bytes));
         }
     }
     let (grouped, wide) = (container(&grouped, None), container(&wide, None));
     assert!(run(grouped.path(), &[]) == run(wide.path(), &[]));
-    let said = contains("quantised dense matrices were rounded to bf16");
-    generate(grouped.path()).assert().success().stderr(said);
 }
 
 #[test]
@@ -339,7 +337,6 @@ fn tokens_are(dir: &Path, oracle: &str) {
     let source = Source::open(dir, &config, None).unwrap();
     let cpu = Cpu::new().unwrap();
     let model = Model::load(cpu, dir, config, &source, Form::Fused, |_| ()).unwrap();
-    assert_eq!(model.rounded(), 0);
     for case in &support::oracle_file(oracle).cases {
         let n = case.input_ids.len();
         let mut session = model.session(n + case.greedy.len(), Wanted::Last).unwrap();

@@ -458,7 +458,6 @@ fn matches(dir: &Path, oracle: &str) {
     let source = Source::open(dir, &config, None).unwrap();
     let cpu = Cpu::new().unwrap();
     let model = Model::load(cpu, dir, config, &source, Form::Fused, |_| ()).unwrap();
-    assert_eq!(model.rounded(), 0);
     for case in support::oracle_file(oracle).cases {
         let n = case.input_ids.len();
         let mut session = model.session(n + case.greedy.len(), Wanted::Last).unwrap();

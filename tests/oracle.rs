@@ -191,7 +191,6 @@ fn f32_checkpoints_give_all_tokens() {
 /// How many tokens of an oracle's cases are others, and the largest deviation of logits and hidden states.
 fn differing<B: LoadExperts>(backend: B, dir: &Path, cases: &[Case]) -> (usize, f64) {
     let model = model(backend, dir);
-    assert_eq!(model.rounded(), 0);
     cases
         .iter()
         .fold((0, 0.0), |(differ, far): (usize, f64), case| {

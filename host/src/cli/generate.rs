@@ -200,12 +200,6 @@ impl EngineArgs {
                  --vram-budget asks for one"
             );
         }
-        if engine.rounded() > 0 {
-            ui::note!(
-                "{} quantised dense matrices were rounded to bf16",
-                engine.rounded()
-            );
-        }
         Ok(engine)
     }
 }

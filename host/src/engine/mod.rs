@@ -262,8 +262,6 @@ pub trait Engine {
     fn config(&self) -> &Config;
     /// Where it runs and its experts are.
     fn placement(&self) -> Placement;
-    /// Quantised dense matrices that were rounded to bf16.
-    fn rounded(&self) -> usize;
     /// Starts an empty sequence with room for `capacity` tokens; `wanted` is the most that
     /// [`Engine::forward`] will be asked for.
     fn begin(&mut self, capacity: usize, wanted: Wanted) -> Result<(), EngineError>;
@@ -436,10 +434,6 @@ impl<B: LoadExperts> Engine for Loaded<B> {
             predicted_us: self.plan.as_ref().map(|p| (1e6 * p.token) as u64),
             moved: self.repin.as_ref().map(|_| self.model.moved()),
         }
-    }
-
-    fn rounded(&self) -> usize {
-        self.model.rounded()
     }
 
     fn begin(&mut self, capacity: usize, wanted: Wanted) -> Result<(), EngineError> {

@@ -372,10 +372,6 @@ impl<D: Device + Clone + 'static> Engine for Placed<D> {
         self.loaded().placement()
     }
 
-    fn rounded(&self) -> usize {
-        self.loaded().rounded()
-    }
-
     fn begin(&mut self, capacity: usize, wanted: Wanted) -> Result<(), EngineError> {
         self.ids.clear();
         self.request.positions = self.request.positions.max(capacity);

@@ -4,6 +4,8 @@
 use std::borrow::Cow;
 use std::path::{Path, PathBuf};
 
+use rayon::prelude::*;
+
 use super::config::Config;
 use super::error::ModelError;
 use super::format::{Format, Weight};
@@ -66,8 +68,6 @@ fn with_drafts(config: &Config) -> Config {
 /// The dense tensors.
 pub struct Dense {
     shards: Shards,
-    /// Matrices whose weights were not bf16's but became that.
-    rounded: std::cell::Cell<usize>,
 }
 
 impl Dense {
@@ -81,15 +81,7 @@ impl Dense {
         } else {
             Shards::one(&dir.join(DENSE_FILE), CONVERT)?
         };
-        Ok(Self {
-            shards,
-            rounded: 0.into(),
-        })
-    }
-
-    /// How many quantised matrices were rounded to bf16.
-    pub fn rounded(&self) -> usize {
-        self.rounded.get()
+        Ok(Self { shards })
     }
 
     /// Checks that a tensor of this shape is there, in a format that is read, its scales finite.
@@ -131,16 +123,14 @@ impl Dense {
         let n = shape.iter().product::<usize>() as u64;
         Ok(match (shape, format) {
             ([rows, cols], _) if format.has_row_scales(*cols) => (n + 4 * *rows as u64, true),
-            ([_, _], Format::Bf16 | Format::Int8Row | Format::Int4 { .. } | Format::Fp8Block) => {
-                (2 * n, false)
-            }
+            ([_, _], Format::Bf16) => (2 * n, false),
             // Vectors are f32, whatever they were.
-            ([_, _], Format::F32) | (_, _) => (4 * n, false),
+            _ => (4 * n, false),
         })
     }
 
-    /// A matrix as it is used: floats stay what they are, integers with row scales integers of a byte each;
-    /// another format is widened to f32 and rounded to bf16, to nearest, ties to even.
+    /// A matrix as it is used: floats stay what they are, integers with row scales integers of a byte each; another
+    /// format is widened to f32, each number times its scale.
     pub fn matrix(&self, name: &str, shape: &[usize]) -> Result<HostMatrix<'_>, ModelError> {
         let weight = self.weight(name, shape)?;
         match weight.format {
@@ -151,28 +141,12 @@ impl Dense {
                 scales: weight.scales,
             }),
             Format::Int8Row | Format::Int4 { .. } | Format::Fp8Block => {
-                Ok(HostMatrix::Bf16(self.round(&weight).into()))
+                let mut all = vec![0.0; weight.len()];
+                let rows = all.par_chunks_mut(weight.cols.max(1)).enumerate();
+                rows.for_each(|(r, row)| weight.widen(r * weight.cols, row));
+                Ok(HostMatrix::F32(all.into()))
             }
         }
-    }
-
-    /// bf16 bits of a matrix of another format.
-    fn round(&self, weight: &Weight<'_>) -> Vec<u16> {
-        let mut exact = true;
-        let mut row = vec![0.0; weight.cols];
-        let mut bits = Vec::with_capacity(weight.len());
-        for r in 0..weight.rows {
-            weight.widen(r * weight.cols, &mut row);
-            bits.extend(row.iter().map(|x| {
-                let b = half::bf16::from_f32(*x);
-                exact &= b.to_f32().to_bits() == x.to_bits();
-                b.to_bits()
-            }));
-        }
-        if !exact {
-            self.rounded.set(self.rounded.get() + 1);
-        }
-        bits
     }
 
     /// A tensor as f32; vectors, which are bf16 or f32, exactly.

@@ -143,7 +143,6 @@ pub struct Model<B: LoadExperts> {
     pub(super) replay: Option<Replay<B>>,
     /// Experts that change places.
     pub(super) moving: RefCell<Moving>,
-    rounded: usize,
 }
 
 /// A routing trace on a back end.
@@ -415,7 +414,6 @@ impl<B: LoadExperts> Model<B> {
         };
         Ok(Self {
             columns: Columns::new(&config),
-            rounded: dense.rounded(),
             backend,
             config,
             embedding,
@@ -546,10 +544,5 @@ impl<B: LoadExperts> Model<B> {
     /// Where the experts are.
     pub fn placement(&self) -> Placement {
         self.placement
-    }
-
-    /// Quantised dense matrices that were rounded to bf16.
-    pub fn rounded(&self) -> usize {
-        self.rounded
     }
 }
