@@ -647,6 +647,9 @@ fn commands_know_the_layer() {
         serde_json::from_slice(&out.success().get_output().stdout).unwrap()
     };
     let (plain, drafted) = (json(&[]), json(&["--speculate", "3"]));
+    // A token and its drafts go together, whatever a prompt's tokens do.
+    let narrow = json(&["--speculate", "3", "--batch", "1"]);
+    assert_eq!(narrow["token_ids"], plain["token_ids"]);
     assert_eq!(plain["token_ids"], drafted["token_ids"]);
     assert!(plain["speculation"].is_null());
     assert!(drafted["speculation"]["acceptance_rate"].as_f64().unwrap() > 0.9);

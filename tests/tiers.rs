@@ -32,12 +32,16 @@ use safetensors::SafeTensors;
 use safetensors::tensor::TensorView;
 use serde_json::Value;
 
+#[path = "tiers/ahead.rs"]
+mod ahead;
 #[path = "tiers/decode.rs"]
 mod decode;
 #[path = "tiers/failures.rs"]
 mod failures;
 #[path = "tiers/memory.rs"]
 mod memory;
+#[path = "tiers/reads.rs"]
+mod reads;
 #[path = "tiers/repin.rs"]
 mod repin;
 mod support;
@@ -537,7 +541,7 @@ fn failures_are_errors_and_leave_nothing_behind() {
 }
 
 /// Rates with which every tier is worth something.
-const RATES: &str = r#"{"version": 9, "machine": "made up", "rates": {
+const RATES: &str = r#"{"version": 10, "machine": "made up", "rates": {
     "hot": {"fixed": 4e-5, "each": 5e-6}, "ans": {"fixed": 1e-4, "each": 8e-6},
     "plane3": {"fixed": 4e-5, "each": 4e-6},
     "cpu": {"fixed": 2e-5, "each": 1e-4}, "upload": {"fixed": 1e-5, "each": 2e-8},

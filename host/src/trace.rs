@@ -96,6 +96,21 @@ impl Trace {
         }
     }
 
+    /// Guesses of [`Trace::ids`], likewise `[tokens, layers, top_k]`, of which the `share`, 0 to 1, are right at least;
+    /// the others are what a token half a trace further on chose there, which may be the same.
+    pub fn guesses(&self, share: f64) -> Vec<u32> {
+        let row = self.layers.len() * self.top_k;
+        let other = |i: usize| (i + self.tokens / 2 * row) % self.ids.len();
+        let right = |i: usize| {
+            // Fibonacci hashing: spread evenly whatever the run of numbers.
+            let hash = (i as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32;
+            (hash as f64) < share * (1u64 << 32) as f64
+        };
+        (0..self.ids.len())
+            .map(|i| self.ids[if right(i) { i } else { other(i) }])
+            .collect()
+    }
+
     /// Notes what the tokens from `first` on chose in the `layer`-th layer with experts: ids and
     /// weights `[tokens, top_k]`.
     pub fn put(&mut self, layer: usize, first: usize, ids: &[u32], weights: &[f32]) {
@@ -298,6 +313,31 @@ mod tests {
         }
         let one = read("# ansatz trace 1\n0 3 1:0.5\n0 4 0:1\n").unwrap();
         assert_eq!((one.tokens, &one.layers[..]), (1, &[3, 4][..]));
+    }
+
+    #[test]
+    fn guesses_are_as_good_as_asked() {
+        let (layers, top_k, tokens) = (5, 4, 100);
+        let ids: Vec<u32> = (0..(layers * top_k * tokens) as u32).collect();
+        let trace = Trace {
+            layers: (0..layers as u32).collect(),
+            top_k,
+            tokens,
+            weights: vec![0.25; ids.len()],
+            ids,
+        };
+        assert_eq!(trace.guesses(1.0), trace.ids);
+        for share in [0.0, 0.5, 0.75, 0.95] {
+            let guesses = trace.guesses(share);
+            let right = guesses.iter().zip(&trace.ids).filter(|(a, b)| a == b);
+            let found = right.count() as f64 / guesses.len() as f64;
+            assert!((found - share).abs() < 0.01, "{share} {found}");
+            // What is wrong is another token's choice in the same layer and place.
+            let row = (layers * top_k) as u32;
+            let ids = guesses.iter().zip(&trace.ids);
+            assert!(ids.into_iter().all(|(a, b)| a % row == b % row));
+        }
+        assert!(Trace::default().guesses(0.5).is_empty());
     }
 
     #[test]

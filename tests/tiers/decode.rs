@@ -1,6 +1,7 @@
 //! `host bench decode` over several devices: what tokens take where, and placements that are compared.
 
 use host::backend::split::Split;
+use host::placement::Profile;
 
 use super::*;
 
@@ -265,7 +266,13 @@ fn recorded_tokens_are_noted() {
         let (found, recorded) = run(&model, "tiers");
         assert!(found == expected);
         assert_eq!(recorded, recordings);
-        assert_eq!(model.usage(), plain.usage());
+        // How often a layer was guessed right is of the placement.
+        let counts = |m: Option<Profile>| {
+            let text = m.unwrap().text();
+            let lines = text.lines().filter(|l| !l.starts_with("# guessed "));
+            lines.map(str::to_owned).collect::<Vec<_>>()
+        };
+        assert_eq!(counts(model.usage()), counts(plain.usage()));
         assert_eq!(model.trace(), plain.trace());
     }
     assert_eq!(plain.trace().unwrap().tokens, 10);

@@ -6,7 +6,7 @@ use host::placement::Used;
 
 use super::*;
 
-fn moving(layer: &Layer, b: &Mock, tiers: &[Tier]) -> <Mock as Backend>::Experts {
+pub fn moving(layer: &Layer, b: &Mock, tiers: &[Tier]) -> <Mock as Backend>::Experts {
     let layer = TieredLayer {
         archive: &layer.archive,
         file: &layer.file,
@@ -23,7 +23,7 @@ fn moving(layer: &Layer, b: &Mock, tiers: &[Tier]) -> <Mock as Backend>::Experts
 }
 
 /// A token that goes to these experts.
-fn token(seed: u64, ids: &[u32; TOP_K]) -> Case {
+pub fn token(seed: u64, ids: &[u32; TOP_K]) -> Case {
     Case {
         ids: ids.to_vec(),
         ..Case::new(1, seed)
@@ -31,7 +31,7 @@ fn token(seed: u64, ids: &[u32; TOP_K]) -> Case {
 }
 
 /// Steps until a pair has changed places, or there is none to change.
-fn step(b: &Mock, experts: &<Mock as Backend>::Experts) -> Result<bool, KernelError> {
+pub fn step(b: &Mock, experts: &<Mock as Backend>::Experts) -> Result<bool, KernelError> {
     loop {
         match b.repin(experts)? {
             Repin::Idle => return Ok(false),
@@ -43,7 +43,7 @@ fn step(b: &Mock, experts: &<Mock as Backend>::Experts) -> Result<bool, KernelEr
 
 /// Eight experts in slots of device memory, four in each form elsewhere, the rest in host memory and on
 /// disk.
-fn places() -> Vec<Tier> {
+pub fn places() -> Vec<Tier> {
     let mut tiers = vec![Tier::VramAns; 8];
     tiers.extend([Tier::VramHot; 4]);
     tiers.extend([Tier::RamRaw; 4]);
@@ -241,7 +241,7 @@ fn a_model_gives_the_same_logits_while_experts_move() {
         let b = mock(Faults::default());
         let config = config.clone();
         let mut model = Model::load(b, &dir, config, &source, Form::Fused, |_| ()).unwrap();
-        model.replay(&trace).unwrap();
+        model.replay(&trace, 1.0).unwrap();
         model
     };
     let (still, model) = (load(false), load(true));

@@ -151,6 +151,8 @@ pub const EVENT_BLOCKING_SYNC: c_uint = 1;
 pub const EVENT_DISABLE_TIMING: c_uint = 2;
 /// `CU_EVENT_RECORD_EXTERNAL`: of a stream that is captured, an event of each launch of the graph.
 pub const EVENT_RECORD_EXTERNAL: c_uint = 1;
+/// `CUDA_ERROR_NOT_READY`: what was asked about is under way.
+pub const NOT_READY: Code = 600;
 /// `CU_MEMHOSTALLOC_PORTABLE`: pinned for all contexts.
 pub const HOST_ALLOC_PORTABLE: c_uint = 1;
 /// `CU_MEMHOSTREGISTER_PORTABLE`: the same of memory that is registered.

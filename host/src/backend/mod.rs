@@ -476,6 +476,28 @@ pub trait Backend: Sized {
         out: RowsMut<'_, Self::Buf<f32>>,
     ) -> Result<(), Self::Error>;
 
+    /// [`Backend::experts`], with a guess of what a later layer will choose, whose experts may be brought nearer
+    /// meanwhile. It changes no result.
+    #[allow(clippy::too_many_arguments)]
+    fn experts_and_next(
+        &self,
+        experts: &Self::Experts,
+        _next: Guess<'_, Self>,
+        x: Rows<'_, Self::Buf<f32>>,
+        ids: &Self::Buf<u32>,
+        weights: &Self::Buf<f32>,
+        top_k: usize,
+        tokens: usize,
+        out: RowsMut<'_, Self::Buf<f32>>,
+    ) -> Result<(), Self::Error> {
+        self.experts(experts, x, ids, weights, top_k, tokens, out)
+    }
+
+    /// Whether [`Backend::experts_and_next`] has a use for a guess of what is chosen of these.
+    fn guessable(&self, _experts: &Self::Experts) -> bool {
+        false
+    }
+
     /// The same with int8 weights `16 high + low + 8` of the nibbles that two layers of experts hold,
     /// `[high, low]`, both with row scales, which are the weights'. Outputs of a matrix are
     /// `gpu::arith::dequantise_int8`.
@@ -555,6 +577,23 @@ pub trait Backend: Sized {
     /// Counts `selections` of experts whose operator a recording did.
     fn chosen_again(&self, _experts: &Self::Experts, _selections: usize) {}
 }
+
+/// What a layer is likely to choose.
+pub struct Guess<'a, B: Backend> {
+    /// The layer's experts.
+    pub experts: &'a B::Experts,
+    /// Numbers of experts, `[tokens, top_k]`.
+    pub ids: &'a B::Buf<u32>,
+    /// The same of the layers after that one, from 0 on, for whoever has the time to ask.
+    pub further: &'a mut Further<'a, B>,
+}
+
+/// A layer's experts, and the numbers of those that it is likely to choose.
+pub type Likely<'a, B> = (&'a <B as Backend>::Experts, Vec<u32>);
+
+/// Guesses of one layer after another; none where there is no such layer.
+pub type Further<'a, B> =
+    dyn FnMut(usize) -> Result<Option<Likely<'a, B>>, <B as Backend>::Error> + 'a;
 
 /// One layer's routed experts, in ascending order of their ids, on the way to a back end.
 pub enum LayerExperts<'a> {

@@ -83,7 +83,7 @@ pub fn run(args: ChatArgs) -> anyhow::Result<()> {
     }
     let mut engine = args
         .engine
-        .open(&dir, positions, args.speculation.speculate)?;
+        .open(&dir, positions, args.speculation.speculate, None)?;
     if !template.is_own() {
         ui::note!("{}: no chat template, so GLM's form is used", dir.display());
     }

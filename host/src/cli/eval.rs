@@ -35,7 +35,7 @@ pub fn run(args: EvalArgs) -> anyhow::Result<()> {
     let ids = read_ids(&args.ids)?;
     let dir = args.engine.directory()?;
     check(&Config::read(&dir)?, &ids, args.context, args.windows)?;
-    let mut engine = args.engine.open(&dir, args.context, 0)?;
+    let mut engine = args.engine.open(&dir, args.context, 0, None)?;
     let mut progress = Progress::new("windows");
     let start = Instant::now();
     let score = eval(

@@ -150,13 +150,15 @@ impl EngineArgs {
     }
 
     /// Loads the model, for sequences of `positions` and so many drafts, and says on stderr where it
-    /// went.
+    /// went. No more than `longest` tokens will go through it together, where that is known.
     pub fn open(
         &self,
         dir: &Path,
         positions: usize,
         speculate: usize,
+        longest: Option<usize>,
     ) -> anyhow::Result<Box<dyn Engine>> {
+        let batch = self.sequence.batch;
         anyhow::ensure!(
             (1..=256).contains(&self.devices.len()),
             "--devices: expected 1 to 256 of them"
@@ -184,7 +186,7 @@ impl EngineArgs {
             placed: self.budget.any(),
             positions,
             kv: self.sequence.format(),
-            batch: self.sequence.batch,
+            batch: longest.map_or(batch, |tokens| tokens.min(batch)),
         };
         let mut progress = Progress::bytes("loading");
         let engine = engine::open(dir, options, |done, all| progress.set(done, all));
@@ -374,7 +376,8 @@ pub fn run(args: GenerateArgs) -> anyhow::Result<()> {
     }
     let start = Instant::now();
     let positions = request.positions(context);
-    let mut engine = args.engine.open(&dir, positions, request.speculate)?;
+    let longest = request.prompt.len().max(request.speculate + 1);
+    let mut engine = (args.engine).open(&dir, positions, request.speculate, Some(longest))?;
     let load_time = start.elapsed();
     if args.usage.is_some() {
         engine.record_usage();

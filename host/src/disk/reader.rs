@@ -8,6 +8,11 @@ use std::path::Path;
 /// Offsets, lengths and addresses of direct reads are multiples of this.
 pub const BLOCK: usize = 4096;
 
+/// Bytes of room for a read of `bytes` and what direct reads add at both ends.
+pub fn read_slot(bytes: usize) -> usize {
+    (bytes + 2 * BLOCK).next_multiple_of(BLOCK)
+}
+
 /// A file that is read at given places: with `O_DIRECT` where the file system takes it.
 pub struct DirectFile {
     file: File,

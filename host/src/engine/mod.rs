@@ -73,7 +73,8 @@ impl Options {
     fn config(&self, dir: &Path) -> Result<Config, ModelError> {
         let mut config = Config::read(dir)?;
         config.kv = self.kv;
-        config.batch = self.batch;
+        // A token and its drafts go together.
+        config.batch = self.batch.max(self.speculate + 1);
         if self.speculate > 0 {
             mtp::want(dir, &mut config)?;
         }
@@ -127,6 +128,12 @@ pub enum EngineError {
         /// Its name on the command line.
         device: &'static str,
     },
+    /// Budgets, and `--tier raw`.
+    #[error(
+        "budgets spread what an archive has: in place of --tier raw give --tiers vram-hot,ram-raw, whose experts are \
+         int4"
+    )]
+    RawTier,
     /// GPUs by number, where none computes.
     #[error("--devices names GPUs; --device {device} has none")]
     NoGpus {
@@ -214,6 +221,25 @@ pub struct Placement {
     /// Experts that came to device memory in others' places so far, where they may.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub moved: Option<u64>,
+    /// Experts on disk that a pass needed and did not read, their record being in memory still.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub kept: Option<u64>,
+    /// Experts that were copied to the device before their layer had chosen.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub ahead: Option<Ahead>,
+}
+
+/// Experts copied to the device by a guess of what a layer would choose.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
+pub struct Ahead {
+    /// Guessed one layer before.
+    pub guessed: u64,
+    /// Those of them that were chosen then.
+    pub chosen: u64,
+    /// Guessed only further ahead, while the disk was at work.
+    pub further: u64,
+    /// Those of them that were chosen then.
+    pub further_chosen: u64,
 }
 
 impl Placement {
@@ -229,7 +255,15 @@ impl Placement {
         let shares: Vec<String> = (counts.iter())
             .map(|(name, n)| format!("{name} {:.1}% ({n})", 100.0 * *n as f64 / all as f64))
             .collect();
-        (all > 0).then(|| shares.join(", "))
+        let ahead = self.ahead.map_or(String::new(), |a| {
+            let (copied, chosen) = (a.guessed + a.further, a.chosen + a.further_chosen);
+            let share = 100.0 * chosen as f64 / copied as f64;
+            format!("; {copied} copied by a guess, {share:.1}% of which were chosen")
+        });
+        let kept = self.kept.map_or(String::new(), |n| {
+            format!("; {n} reads saved by records still in memory")
+        });
+        (all > 0).then(|| shares.join(", ") + &kept + &ahead)
     }
 }
 
@@ -433,6 +467,16 @@ impl<B: LoadExperts> Engine for Loaded<B> {
             }),
             predicted_us: self.plan.as_ref().map(|p| (1e6 * p.token) as u64),
             moved: self.repin.as_ref().map(|_| self.model.moved()),
+            kept: Some(self.model.used().kept).filter(|n| *n > 0),
+            ahead: {
+                let [guessed, chosen, further, further_chosen] = self.model.used().ahead;
+                (guessed + further > 0).then_some(Ahead {
+                    guessed,
+                    chosen,
+                    further,
+                    further_chosen,
+                })
+            },
         }
     }
 
@@ -522,7 +566,8 @@ impl<B: LoadExperts> Engine for Loaded<B> {
     }
 
     fn replay(&mut self, trace: &Trace) -> Result<(), EngineError> {
-        let done = self.model.replay(trace);
+        let foreseen = self.plan.as_ref().map_or(0.0, |p| p.foreseen);
+        let done = self.model.replay(trace, foreseen);
         done.map_err(|e| self.failed(e))
     }
 }
@@ -626,7 +671,8 @@ fn overflows(
     }
     let archive = Archive::open(&file).map_err(ModelError::from)?;
     let dense = DensePart::open(dir, config)?;
-    let fixed: u64 = (placement::memory::fixed(config, &dense, options.positions).iter())
+    // As if whatever several tokens share were decoded first: what overflows by that alone is planned.
+    let fixed: u64 = (placement::memory::fixed(config, &dense, options.positions, 1).iter())
         .map(|f| f.vram)
         .sum();
     let mut experts = 0;

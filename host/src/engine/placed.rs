@@ -233,8 +233,9 @@ impl<D: Device + Clone + 'static> Placed<D> {
         let config = options.config(dir)?;
         let source = Source::open(dir, &config, options.tier)?;
         let Some(archive) = source.coded() else {
-            return Err(EngineError::NoTiers {
-                device: "cuda --tier raw",
+            return Err(match options.tier {
+                Some(crate::expert::Tier::Raw) => EngineError::RawTier,
+                _ => EngineError::NoTiers { device: "cuda" },
             });
         };
         let rates = match self.rates.take() {

@@ -9,7 +9,7 @@ use super::matrix::Matrix;
 use super::session::{Scratch, Session, Wanted};
 use super::step::Pass;
 use super::weights::{Attention, Ffn, Layer, Mlp, Model, Moe};
-use crate::backend::{LoadExperts, Rows, RowsMut, rows, rows_mut};
+use crate::backend::{Guess, LoadExperts, Rows, RowsMut, rows, rows_mut};
 
 impl<B: LoadExperts> Model<B> {
     /// Appends `ids` to the session's sequence. Returns the wanted rows of logits,
@@ -188,6 +188,9 @@ impl<B: LoadExperts> Model<B> {
     ) -> Result<(), B::Error> {
         let (b, c) = (&self.backend, &self.config);
         self.attention(layer, cache, s, first, tokens)?;
+        if let Some(next) = self.guessed(l, tokens) {
+            b.aside(&mut || self.guess(next, &s.x, &mut s.guess, first, tokens))?;
+        }
         b.rms_norm(
             rows(&s.x, c.hidden),
             &layer.post_norm,
@@ -206,7 +209,8 @@ impl<B: LoadExperts> Model<B> {
                 tokens,
             ),
             Mlp::Sparse(moe) => self.route(l, moe, s, first, tokens),
-        }
+        }?;
+        b.together()
     }
 
     /// A layer's routed experts, if it has any.
@@ -222,13 +226,26 @@ impl<B: LoadExperts> Model<B> {
             return Ok(());
         };
         let (b, hidden) = (&self.backend, self.config.hidden);
+        let next = self
+            .guessed(l, tokens)
+            .and_then(|n| Some((n, self.moe(n)?)));
         let (x, out) = (rows(&s.normed, hidden), rows_mut(&mut s.expert_out, hidden));
         let (ids, weights) = (&s.expert_ids, &s.expert_weights);
         let top_k = self.config.router.top_k;
-        match &moe.low {
-            None => b.experts(&moe.experts, x, ids, weights, top_k, tokens, out)?,
-            Some(low) => {
-                b.experts_int8([&moe.experts, low], x, ids, weights, top_k, tokens, out)?
+        let experts = &moe.experts;
+        match (&moe.low, next) {
+            (Some(low), _) => {
+                b.experts_int8([experts, low], x, ids, weights, top_k, tokens, out)?
+            }
+            (None, None) => b.experts(experts, x, ids, weights, top_k, tokens, out)?,
+            (None, Some((n, next))) => {
+                let (hidden, scratch) = (&s.x, &mut s.further);
+                let guess = Guess {
+                    experts: &next.experts,
+                    ids: &s.guess.ids,
+                    further: &mut |i| self.guess_further(n, i, hidden, scratch, first),
+                };
+                b.experts_and_next(experts, guess, x, ids, weights, top_k, tokens, out)?
             }
         }
         self.count(l, s, first, tokens)

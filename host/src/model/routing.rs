@@ -1,8 +1,9 @@
 //! Which experts a token goes to, and what is noted of that.
 
-use super::session::Scratch;
-use super::weights::{Model, Moe};
-use crate::backend::{LoadExperts, TraceLayer, rows, rows_mut};
+use super::session::{Guess, Scratch};
+use super::step::MOST;
+use super::weights::{Mlp, Model, Moe, Replay};
+use crate::backend::{Likely, LoadExperts, TraceLayer, rows, rows_mut};
 
 impl<B: LoadExperts> Model<B> {
     /// Notes which experts of layer `l` were chosen, where that is wanted.
@@ -113,15 +114,113 @@ impl<B: LoadExperts> Model<B> {
                 weights,
             ),
             Some(replay) => {
-                let trace = TraceLayer {
-                    chosen: &replay.chosen,
-                    given: &replay.given,
-                    rows: replay.tokens,
-                    layers: self.sparse_index(self.layers.len()),
-                    layer: self.sparse_index(l),
-                };
+                let trace = self.traced(replay, &replay.chosen, l);
                 b.replay(trace, router.top_k, first, tokens, ids, weights)
             }
         }
+    }
+
+    /// What a trace has of layer `l`, with the experts `chosen`.
+    fn traced<'a>(
+        &self,
+        replay: &'a Replay<B>,
+        chosen: &'a B::Buf<u32>,
+        l: usize,
+    ) -> TraceLayer<'a, B> {
+        TraceLayer {
+            chosen,
+            given: &replay.given,
+            rows: replay.tokens,
+            layers: self.sparse_index(self.layers.len()),
+            layer: self.sparse_index(l),
+        }
+    }
+
+    /// Layer `l`'s router and experts, if it has any.
+    pub(super) fn moe(&self, l: usize) -> Option<&Moe<B>> {
+        match &self.layers.get(l)?.mlp {
+            Mlp::Sparse(moe) => Some(moe),
+            Mlp::Dense(_) => None,
+        }
+    }
+
+    /// The layer whose choice is guessed where layer `l`'s is made: the next one that needs the host, if layer `l`
+    /// does and a guess is of use there. Passes of a few tokens alone.
+    pub(super) fn guessed(&self, l: usize, tokens: usize) -> Option<usize> {
+        let needs_host = |l: &usize| {
+            let moe = self.moe(*l);
+            moe.is_some_and(|moe| !self.backend.recordable(&moe.experts))
+        };
+        if tokens > MOST || !needs_host(&l) {
+            return None;
+        }
+        let next = (l + 1..self.layers.len()).find(needs_host)?;
+        self.guessable(next).then_some(next)
+    }
+
+    /// Whether a guess of what layer `l` chooses is of use.
+    fn guessable(&self, l: usize) -> bool {
+        let moe = self.moe(l);
+        moe.is_some_and(|moe| moe.low.is_none() && self.backend.guessable(&moe.experts))
+    }
+
+    /// Experts of the `i`-th layer after layer `next` whose choice it is of use to guess, and which a token at
+    /// position `at` is likely to go to, being in the hidden state `x`.
+    pub(super) fn guess_further(
+        &self,
+        next: usize,
+        i: usize,
+        x: &B::Buf<f32>,
+        guess: &mut Guess<B>,
+        at: usize,
+    ) -> Result<Option<Likely<'_, B>>, B::Error> {
+        let later = next + 1..self.layers.len();
+        let layer = later.filter(|l| self.guessable(*l)).nth(i);
+        let Some((layer, moe)) = layer.and_then(|l| Some((l, self.moe(l)?))) else {
+            return Ok(None);
+        };
+        self.guess(layer, x, guess, at, 1)?;
+        let mut ids = vec![0; self.config.router.top_k];
+        self.backend.read(&guess.ids, 0, &mut ids)?;
+        Ok(Some((&moe.experts, ids)))
+    }
+
+    /// What layer `next` would choose if the hidden states `x` stayed as they are.
+    pub(super) fn guess(
+        &self,
+        next: usize,
+        x: &B::Buf<f32>,
+        guess: &mut Guess<B>,
+        first: usize,
+        tokens: usize,
+    ) -> Result<(), B::Error> {
+        let (b, c) = (&self.backend, &self.config);
+        let (Some(moe), Some(layer)) = (self.moe(next), self.layers.get(next)) else {
+            return Ok(());
+        };
+        let router = &c.router;
+        let (ids, weights) = (&mut guess.ids, &mut guess.weights);
+        if let Some(replay) = &self.replay {
+            let trace = self.traced(replay, &replay.guessed, next);
+            return b.replay(trace, router.top_k, first, tokens, ids, weights);
+        }
+        b.rms_norm(
+            rows(x, c.hidden),
+            &layer.post_norm,
+            c.eps,
+            c.hidden,
+            tokens,
+            rows_mut(&mut guess.normed, c.hidden),
+        )?;
+        self.linear(
+            rows(&guess.normed, c.hidden),
+            &moe.router,
+            c.hidden,
+            tokens,
+            false,
+            rows_mut(&mut guess.logits, router.experts),
+        )?;
+        let logits = rows(&guess.logits, router.experts);
+        b.route(logits, &moe.bias, router, tokens, ids, weights)
     }
 }

@@ -3,7 +3,7 @@
 use super::cache::{Cache, Entries};
 use super::config::LayerKind;
 use super::mtp;
-use super::step::{Pass, Steps};
+use super::step::{self, Pass, Steps};
 use super::weights::Model;
 use crate::backend::{Backend, KvFormat, LoadExperts};
 
@@ -46,6 +46,10 @@ pub(super) struct Scratch<B: Backend> {
     pub expert_ids: B::Buf<u32>,
     pub expert_weights: B::Buf<f32>,
     pub expert_out: B::Buf<f32>,
+    /// Of the next layer, for passes of a few tokens.
+    pub guess: Guess<B>,
+    /// Of those after it, for one token.
+    pub further: Guess<B>,
     pub shared_out: B::Buf<f32>,
     /// What a recorded token chose, `[layers with experts, top_k]`, and its weights.
     pub kept_ids: B::Buf<u32>,
@@ -53,6 +57,14 @@ pub(super) struct Scratch<B: Backend> {
     /// Whether a token is recorded, whose choices are to be kept there.
     pub keep: bool,
     pub logits: B::Buf<f32>,
+}
+
+/// What a later layer is likely to choose.
+pub(super) struct Guess<B: Backend> {
+    pub normed: B::Buf<f32>,
+    pub logits: B::Buf<f32>,
+    pub ids: B::Buf<u32>,
+    pub weights: B::Buf<f32>,
 }
 
 /// One sequence of tokens on a model.
@@ -154,6 +166,14 @@ impl<B: LoadExperts> Model<B> {
             Wanted::Last | Wanted::None => 1,
         };
         let kept = c.sparse_layers().count() * c.router.top_k;
+        let guess = |tokens: usize| -> Result<_, B::Error> {
+            Ok(Guess {
+                normed: b.alloc(tokens * c.hidden)?,
+                logits: b.alloc(tokens * c.router.experts)?,
+                ids: b.alloc(tokens * c.router.top_k)?,
+                weights: b.alloc(tokens * c.router.top_k)?,
+            })
+        };
         let scratch = Scratch {
             ids: b.alloc(t)?,
             x: b.alloc(t * c.hidden)?,
@@ -175,6 +195,8 @@ impl<B: LoadExperts> Model<B> {
             expert_ids: b.alloc(t * c.router.top_k)?,
             expert_weights: b.alloc(t * c.router.top_k)?,
             expert_out: b.alloc(t * c.hidden)?,
+            guess: guess(t.min(step::MOST))?,
+            further: guess(1)?,
             shared_out: b.alloc(if c.shared_intermediate > 0 {
                 t * c.hidden
             } else {

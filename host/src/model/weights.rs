@@ -149,6 +149,8 @@ pub struct Model<B: LoadExperts> {
 pub(super) struct Replay<B: LoadExperts> {
     pub chosen: B::Buf<u32>,
     pub given: B::Buf<f32>,
+    /// What is guessed of `chosen` one layer before.
+    pub guessed: B::Buf<u32>,
     pub tokens: usize,
 }
 
@@ -488,7 +490,12 @@ impl<B: LoadExperts> Model<B> {
 
     /// What was chosen since [`Model::record_usage`].
     pub fn usage(&self) -> Option<Profile> {
-        self.usage.borrow().clone()
+        let mut usage = self.usage.borrow().clone();
+        if let Some(usage) = &mut usage {
+            let [guessed, chosen, ..] = self.used().ahead;
+            usage.add_guessed(guessed as f64, chosen as f64);
+        }
+        usage
     }
 
     /// From here on goes on with what another model of the same weights had counted and noted.
@@ -508,11 +515,12 @@ impl<B: LoadExperts> Model<B> {
     }
 
     /// From here on the token at position `p` goes to the experts of token `p mod tokens` of a trace,
-    /// whatever the routers say.
-    pub fn replay(&mut self, trace: &Trace) -> Result<(), B::Error> {
+    /// whatever the routers say. Where what a layer will choose is guessed, the share `foreseen` is right.
+    pub fn replay(&mut self, trace: &Trace, foreseen: f64) -> Result<(), B::Error> {
         self.replay = Some(Replay {
             chosen: self.backend.upload(&trace.ids)?,
             given: self.backend.upload(&trace.weights)?,
+            guessed: self.backend.upload(&trace.guesses(foreseen))?,
             tokens: trace.tokens,
         });
         // What was recorded before asks the routers.

@@ -5,7 +5,7 @@ use std::cell::RefCell;
 use std::hint::black_box;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 
@@ -17,14 +17,15 @@ use crate::backend::cpu::{Cpu, CpuError};
 use crate::backend::kernels::{Device, DeviceError, KernelBackend, KernelError};
 use crate::backend::{Backend, LayerExperts, LoadExperts, Weight, rows, rows_mut};
 use crate::bench::synth::Rng;
-use crate::disk::reader::{Aligned, BLOCK, DirectFile};
+use crate::disk::reader::{Aligned, BLOCK, DirectFile, read_slot};
+use crate::disk::reads::{Read, Reads, Way};
 use crate::expert::{Form, MatrixKind};
 use crate::files;
 use crate::interrupt;
 use crate::model::{Config, Model, ModelError, Session, Source, Wanted};
 
 /// Version of the file that rates are kept in.
-const VERSION: u32 = 9;
+const VERSION: u32 = 10;
 
 /// Why there are no rates.
 #[derive(Debug, thiserror::Error)]
@@ -82,6 +83,13 @@ pub struct Calibration {
     pub machine: String,
     /// The rates.
     pub rates: Rates,
+    /// Tokens whose coded experts the device multiplies as they are; for more it decodes them to memory first.
+    #[serde(default = "one")]
+    pub undecoded: usize,
+}
+
+fn one() -> usize {
+    1
 }
 
 impl Calibration {
@@ -172,6 +180,7 @@ pub fn rates<D: Device + Clone + 'static>(
         version: VERSION,
         machine,
         rates: measure(backend, archive, dir, config, dense)?,
+        undecoded: backend.undecoded_tokens(archive)?,
     };
     if let Some(file) = &file
         && let Err(e) = found.write(file)
@@ -471,63 +480,64 @@ fn upload<D: Device>(device: &D) -> Result<Line, DeviceError> {
     ))
 }
 
-/// Reads of records as a token would ask for them: several at once, anywhere in the archive.
+/// Reads of records as a layer asks for them: one now and then, by the reader that it asks. Several at once would be
+/// faster in all.
 fn disk(archive: &Archive) -> Result<Line, CalibrateError> {
-    const THREADS: u64 = 4;
-    const MOST: u64 = 256 << 20;
+    const MOST: usize = 256 << 20;
     let read_error = |source| CalibrateError::Read {
         path: archive.path().into(),
         source,
     };
-    let file = DirectFile::open(archive.path()).map_err(read_error)?;
-    let record = archive.shape().raw_bytes().next_multiple_of(BLOCK) as u64;
-    let size = record.min(file.len());
-    let blocks = (file.len() - size) / BLOCK as u64 + 1;
-    let mut times = Vec::new();
-    let mut small = Aligned::new(BLOCK);
+    let file = Arc::new(DirectFile::open(archive.path()).map_err(read_error)?);
+    let reads = Reads::new(Way::Ring);
     let mut rng = Rng::new(11);
-    for _ in 0..RUNS {
-        let start = Instant::now();
-        let at = rng.bits() % blocks * BLOCK as u64;
-        let n = BLOCK.min((file.len() - at) as usize);
-        black_box(file.read_into(at, n, &mut small).map_err(read_error)?);
-        times.push(start.elapsed().as_secs_f64());
-    }
-    let latency = median(times);
-    let each = (MOST / size / THREADS).clamp(1, 64);
-    let start = Instant::now();
-    std::thread::scope(|s| {
-        let threads: Vec<_> = (0..THREADS)
-            .map(|t| {
-                let file = &file;
-                s.spawn(move || {
-                    let mut rng = Rng::new(13 + t);
-                    let mut buffer = Aligned::new(size as usize + BLOCK);
-                    for _ in 0..each {
-                        // Said below.
-                        if interrupt::requested() {
-                            break;
-                        }
-                        let at = rng.bits() % blocks * BLOCK as u64;
-                        black_box(file.read_into(at, size as usize, &mut buffer)?);
-                    }
-                    Ok(())
-                })
-            })
-            .collect();
-        let join = |t: std::thread::ScopedJoinHandle<'_, std::io::Result<()>>| match t.join() {
-            Ok(done) => done,
-            Err(panic) => std::panic::resume_unwind(panic),
+    let mut some = |n: usize| (rng.bits() % n as u64) as usize;
+    let mut record = || {
+        let layer = archive.layers()[some(archive.layers().len())];
+        archive.place_of(layer, some(archive.experts()))
+    };
+    // Pages that are there, as pinned ones are.
+    let largest = archive.shape().raw_bytes();
+    let mut rooms = vec![Aligned::new(read_slot(largest))];
+    rooms[0].fill(1);
+    let mut read = |offset: u64, len: usize| {
+        going()?;
+        let enough = |room: &Aligned| room.len() >= read_slot(len);
+        let room = rooms.pop().filter(enough);
+        let room = room.unwrap_or_else(|| Aligned::new(read_slot(len)));
+        let asked = Read {
+            number: 0,
+            offset,
+            len,
+            room,
         };
-        threads.into_iter().try_for_each(join)
-    })
-    .map_err(read_error)?;
-    going()?;
-    let bytes = (THREADS * each * size) as f64;
-    Ok(Line {
-        fixed: latency,
-        each: start.elapsed().as_secs_f64() / bytes,
-    })
+        let start = Instant::now();
+        let done = reads.start(&file, vec![asked]).recv();
+        let seconds = start.elapsed().as_secs_f64();
+        let lost = || std::io::Error::other("the thread that reads has panicked");
+        let done = done.map_err(|_| read_error(lost()))?;
+        done.bytes.map_err(read_error)?;
+        rooms.push(done.room);
+        Ok::<_, CalibrateError>(seconds)
+    };
+    let small = (0..RUNS).map(|_| {
+        let (at, bytes) = record()?;
+        read(at, bytes.min(BLOCK))
+    });
+    let small = median(small.collect::<Result<_, CalibrateError>>()?);
+    let (mut bytes, mut seconds, mut n) = (0, 0.0, 0);
+    while n == 0 || bytes < MOST && n < 64 {
+        let (at, len) = record()?;
+        // A disk that was idle for as long as a token takes otherwise.
+        std::thread::sleep(Duration::from_millis(5));
+        seconds += read(at, len)?;
+        (bytes, n) = (bytes + len, n + 1);
+    }
+    let n = f64::from(n);
+    Ok(Line::through(
+        (BLOCK as f64, small),
+        (bytes as f64 / n, seconds / n),
+    ))
 }
 
 /// Reading what a layer chose, and writing what is to be done about it.
@@ -626,6 +636,7 @@ fn token<D: Device + Clone + 'static>(
     };
     let mut part = config.clone();
     part.mtp = false;
+    part.batch = part.batch.max(2);
     part.layers.truncate(first + 1);
     let source = Source::Coded(Archive::open(archive.path())?);
     let fresh = KernelBackend::new(backend.device().clone())?;

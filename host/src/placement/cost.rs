@@ -6,11 +6,19 @@
 //!
 //! ```text
 //! resident = hot(n_hot) + coded(n_ans)                       GPU, what is in device memory
-//! copied   = max(upload((n_ram + n_disk) bytes),             PCIe, beside it
+//! copied   = max(upload(((1 - f) n_ram + n_disk) bytes),     PCIe, beside it
 //!                disk(n_disk bytes) + upload(1 record))      disk, each record copied as it arrives
 //! gpu      = max(resident, copied) + coded(n_ram + n_disk)   what was copied is multiplied last
-//! time     = round trip + max(gpu, cpu(n_raw))               the CPU works beside it
+//! layer    = round trip + max(gpu, cpu(n_raw))               the CPU works beside it
+//! time     = max(layer, upload(((2 - f) n_ram + n_disk) bytes) - dense)
 //! ```
+//!
+//! The share `f` of experts in pinned memory is foreseen: copied before the layer has chosen, beside what the GPU does
+//! up to then, as many others being copied in vain. Where that is more than PCIe gets done from one layer's choice to the
+//! next, it takes as long as PCIe does; `dense` is the layer's part of what is no routed expert. Below one half nothing is
+//! copied ahead, and `f` is 0 (nor is there the last line). While the disk is read, experts of later layers are copied,
+//! `2 k - 1` at most, for which the stage has room: `n_ram` is what that leaves of the experts chosen there,
+//! whose mean falls by `f (2 k - 1)` times the chance that a layer reads the disk.
 //!
 //! `coded(n)` is `ans` of the records in rANS and `plane3` of those in plane3, of which there are
 //! binomially many by their share of the tier's selections. `hot`, `ans`, `plane3`, `cpu`, `upload` and
@@ -166,8 +174,45 @@ fn coded(rates: &Rates, part: &Part, last: usize) -> Vec<f64> {
     (0..=last).map(time).collect()
 }
 
+/// What is copied to the GPU before it is chosen.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Ahead {
+    /// Share of guessed experts that are then chosen, 0 to 1.
+    pub foreseen: f64,
+    /// Seconds of a layer's part of what is no routed expert.
+    pub dense: f64,
+}
+
+impl Ahead {
+    /// A copy ahead saves at most the time of a copy and one in vain costs at most as much: with a smaller share that
+    /// is right nothing is copied ahead.
+    pub const LEAST: f64 = 0.5;
+
+    /// Nothing.
+    pub const NONE: Self = Self {
+        foreseen: 0.0,
+        dense: 0.0,
+    };
+}
+
+/// Experts that the stage has room for beside those that two layers choose, one of them from the disk.
+fn copied_meanwhile(top_k: usize) -> usize {
+    super::staged(top_k).saturating_sub(2 * top_k + 1)
+}
+
 /// Mean time of a layer that chooses `top_k` experts whose records have `record` bytes.
-pub fn layer_time(rates: &Rates, top_k: usize, record: f64, parts: &[Part; TIERS]) -> LayerTime {
+pub fn layer_time(
+    rates: &Rates,
+    ahead: &Ahead,
+    top_k: usize,
+    record: f64,
+    parts: &[Part; TIERS],
+) -> LayerTime {
+    // As many are copied in vain as are missed.
+    let (foreseen, vain) = match ahead.foreseen {
+        f if f >= Ahead::LEAST => (f, 1.0 - f),
+        _ => (0.0, 0.0),
+    };
     let outside = Tier::ALL[Tier::RamRaw as usize..]
         .iter()
         .any(|t| parts[*t as usize].experts > 0);
@@ -175,13 +220,22 @@ pub fn layer_time(rates: &Rates, top_k: usize, record: f64, parts: &[Part; TIERS
     let stays = coded(rates, &parts[Tier::VramAns as usize], top_k);
     let away = parts[Tier::RamAns as usize].plus(&parts[Tier::DiskAns as usize]);
     let comes = coded(rates, &away, top_k);
+    // What reads of the disk leave to be copied of experts in pinned memory.
+    let share = |t: Tier| parts[t as usize].share;
+    let reads = 1.0 - (1.0 - share(Tier::DiskAns).clamp(0.0, 1.0)).powi(top_k as i32);
+    let meanwhile = foreseen * reads * copied_meanwhile(top_k) as f64;
+    let left = match share(Tier::RamAns) * top_k as f64 {
+        mean if mean > 0.0 => (1.0 - meanwhile / mean).max(0.0),
+        _ => 1.0,
+    };
     let mut sum = LayerTime::default();
     let mut n = [0; TIERS];
     outcomes(parts, top_k, 0, 1.0, &mut n, &mut |n, chance| {
         let count = |t: Tier| n[t as usize] as f64;
-        let copied = count(Tier::RamAns) + count(Tier::DiskAns);
+        let (ram, on_disk) = (left * count(Tier::RamAns), count(Tier::DiskAns));
+        let late = ram * (1.0 - foreseen) + on_disk;
         let resident = rates.hot.at(count(Tier::VramHot)) + stays[n[Tier::VramAns as usize]];
-        let upload = rates.upload.at(copied * record);
+        let upload = rates.upload.at((ram * (1.0 + vain) + on_disk) * record);
         let disk = rates.disk.at(count(Tier::DiskAns) * record);
         let behind = if disk > 0.0 {
             disk + rates.upload.at(record)
@@ -190,8 +244,14 @@ pub fn layer_time(rates: &Rates, top_k: usize, record: f64, parts: &[Part; TIERS
         };
         let last = comes[n[Tier::RamAns as usize] + n[Tier::DiskAns as usize]];
         let cpu = rates.cpu.at(count(Tier::RamRaw));
-        let gpu = resident.max(upload).max(behind) + last;
-        sum.total += chance * (round_trip + gpu.max(cpu));
+        let copied = rates.upload.at(late * record).max(behind);
+        let gpu = resident.max(copied) + last;
+        let layer = round_trip + gpu.max(cpu);
+        let lanes = match foreseen > 0.0 {
+            true => layer.max(upload - ahead.dense),
+            false => layer,
+        };
+        sum.total += chance * lanes;
         sum.gpu += chance * (resident + last);
         sum.upload += chance * upload;
         sum.cpu += chance * cpu;
@@ -273,7 +333,7 @@ mod tests {
         let time = |t: Tier| {
             let mut shares = [0.0; TIERS];
             shares[t as usize] = 1.0;
-            layer_time(&r, 8, 14e6, &parts(shares)).total
+            layer_time(&r, &Ahead::NONE, 8, 14e6, &parts(shares)).total
         };
         let near = |a: f64, b: f64| assert!((a - b).abs() < 1e-12, "{a} {b}");
         near(time(Tier::VramHot), 80e-6);
@@ -287,12 +347,64 @@ mod tests {
     }
 
     #[test]
+    fn what_is_foreseen_is_copied_beside_the_dense_part() {
+        let r = rates();
+        let (record, dense) = (14e6, 600e-6);
+        let mut shares = [0.0; TIERS];
+        shares[Tier::RamAns as usize] = 1.0;
+        let time = |foreseen| {
+            let ahead = Ahead { foreseen, dense };
+            layer_time(&r, &ahead, 8, record, &parts(shares))
+        };
+        let near = |a: f64, b: f64| assert!((a - b).abs() < 1e-12, "{a} {b}");
+        let (copy, last) = (r.upload.at(8.0 * record), r.ans.at(8.0));
+        near(time(0.0).total, 30e-6 + copy + last);
+        // All of it: PCIe has the rest of the layer for it, or takes longer than that.
+        near(time(1.0).total, copy - dense);
+        assert!(copy - dense > 30e-6 + last);
+        near(time(1.0).upload, copy);
+        // A quarter is copied late and another in vain.
+        near(time(0.75).total, r.upload.at(8.0 * record * 1.25) - dense);
+        let short = Ahead {
+            foreseen: 0.75,
+            dense: 5e-3,
+        };
+        let late = r.upload.at(8.0 * record * 0.25);
+        near(
+            layer_time(&r, &short, 8, record, &parts(shares)).total,
+            30e-6 + late + last,
+        );
+        // Guesses that are mostly wrong are not made.
+        assert_eq!(time(0.49), time(0.0));
+    }
+
+    /// While the disk is read the copies of other layers are made.
+    #[test]
+    fn what_is_foreseen_is_copied_while_the_disk_is_read() {
+        let r = rates();
+        let mut shares = [0.0; TIERS];
+        shares[Tier::VramAns as usize] = 0.8;
+        shares[Tier::RamAns as usize] = 0.15;
+        shares[Tier::DiskAns as usize] = 0.05;
+        let time = |foreseen, dense| {
+            let ahead = Ahead { foreseen, dense };
+            layer_time(&r, &ahead, 8, 14e6, &parts(shares))
+        };
+        // One layer in three reads, and copies up to 15 others; 1.2 a layer are wanted of them.
+        let none = time(0.0, 0.0);
+        let all = time(0.9, 0.0);
+        assert!(all.upload < 0.4 * none.upload, "{all:?} {none:?}");
+        assert!((all.disk - none.disk).abs() < 1e-12);
+        assert!(all.total < none.total);
+    }
+
+    #[test]
     fn plane3_is_a_kind_of_record() {
         let r = rates();
         let time = |plane3: f64| {
             let mut p = parts([0.0, 1.0, 0.0, 0.0, 0.0]);
             p[Tier::VramAns as usize].plane3 = plane3;
-            layer_time(&r, 2, 14e6, &p).total
+            layer_time(&r, &Ahead::NONE, 2, 14e6, &p).total
         };
         let near = |a: f64, b: f64| assert!((a - b).abs() < 1e-15, "{a} {b}");
         near(time(0.0), r.ans.at(2.0));
@@ -307,7 +419,13 @@ mod tests {
     #[test]
     fn two_tiers_are_binomial() {
         let r = rates();
-        let t = layer_time(&r, 2, 14e6, &parts([0.75, 0.25, 0.0, 0.0, 0.0]));
+        let t = layer_time(
+            &r,
+            &Ahead::NONE,
+            2,
+            14e6,
+            &parts([0.75, 0.25, 0.0, 0.0, 0.0]),
+        );
         let by_hand = 0.75 * 0.75 * r.hot.at(2.0)
             + 2.0 * 0.75 * 0.25 * (r.hot.at(1.0) + r.ans.at(1.0))
             + 0.25 * 0.25 * r.ans.at(2.0);
@@ -334,6 +452,7 @@ mod tests {
             raw in proptest::array::uniform5(0.0..1.0f64),
             zero in proptest::array::uniform5(any::<bool>()),
             top_k in 1..9usize,
+            foreseen in 0.0..=1.0f64,
         ) {
             let mut shares = raw;
             for (s, z) in shares.iter_mut().zip(zero) {
@@ -355,8 +474,13 @@ mod tests {
             for (m, s) in means.iter().zip(shares) {
                 prop_assert!((m - top_k as f64 * s).abs() < 1e-8, "{} {}", m, s);
             }
-            let t = layer_time(&rates(), top_k, 14e6, &parts);
+            let t = layer_time(&rates(), &Ahead::NONE, top_k, 14e6, &parts);
             for lane in [t.gpu, t.upload, t.cpu, t.disk] {
+                prop_assert!(t.total + 1e-12 >= lane, "{:?}", t);
+            }
+            let ahead = Ahead { foreseen, dense: 1e-3 };
+            let t = layer_time(&rates(), &ahead, top_k, 14e6, &parts);
+            for lane in [t.gpu, t.upload - ahead.dense, t.cpu, t.disk] {
                 prop_assert!(t.total + 1e-12 >= lane, "{:?}", t);
             }
         }

@@ -103,8 +103,9 @@ fn cache_in(config: &Config, positions: usize, takes: fn(u64) -> u64) -> u64 {
         .sum()
 }
 
-/// Bytes of what a batch of tokens leaves between operators, and of the operators' scratch.
-pub fn activations(config: &Config, positions: usize) -> u64 {
+/// Bytes of what a batch of tokens leaves between operators, and of the operators' scratch, where coded experts of
+/// `undecoded` tokens are multiplied as they are.
+pub fn activations(config: &Config, positions: usize, undecoded: usize) -> u64 {
     let (c, mla) = (config, &config.mla);
     let t = c.batch.min(positions).max(1);
     let width = mla.latent + mla.rope;
@@ -135,21 +136,26 @@ pub fn activations(config: &Config, positions: usize) -> u64 {
     };
     let a_token = a_token + shared + if config.mtp { 2 * c.hidden } else { 0 };
     let a_token = a_token + if config.kv == KvFormat::F32 { 0 } else { width };
-    // Scratch of an operator is at most this, or one token's; two are alive at a time, of which one may be
-    // experts': partial sums of two or so segments, and what down gets.
+    // Two operators' scratch is alive at a time, of which one may be experts': partial sums of two or so segments, and
+    // what down gets. The others': states of attention, and where positions are chosen their scores and those chosen
+    // of tiles, or as much as all operators limit themselves to.
+    let seen = if sparse { c.index.top_k } else { positions };
+    let states = heads * seen.div_ceil(gpu::arith::ATTENTION_CHUNK);
+    let scores = if sparse { 3 * positions } else { 0 };
+    let of_token = 4 * (states * (mla.latent + 2) + scores);
+    let others = (t * of_token).min(plan::SCRATCH).max(of_token);
     let partials = 8 * (2 * c.moe_intermediate + c.hidden);
     let experts = t * c.router.top_k * (partials + 3 * c.moe_intermediate);
-    let experts = experts.clamp(plan::SCRATCH, plan::EXPERT_SCRATCH);
+    let experts = experts.min(plan::EXPERT_SCRATCH).max(others);
     // What several tokens' experts are decoded to, gate and up of so many at a time.
-    let decoded = match t {
-        1 => 0,
-        _ => {
-            let each = c.moe_intermediate * c.hidden;
-            let active = (t * c.router.top_k).min(c.router.experts).max(1);
-            each * plan::decoded_at_once(each, active)
-        }
+    let decoded = if t <= undecoded.max(1) {
+        0
+    } else {
+        let each = c.moe_intermediate * c.hidden;
+        let active = (t * c.router.top_k).min(c.router.experts).max(1);
+        each * plan::decoded_at_once(each, active)
     };
-    let scratch = (plan::SCRATCH + experts + decoded) as u64;
+    let scratch = (others + experts + decoded) as u64;
     4 * (t * a_token + c.vocab) as u64 + scratch
 }
 
@@ -170,12 +176,12 @@ pub fn given(config: &Config, positions: usize, outside: bool, others: usize) ->
 }
 
 /// All that a model takes beside its routed experts.
-pub fn fixed(config: &Config, dense: &DensePart, positions: usize) -> Vec<Fixed> {
+pub fn fixed(config: &Config, dense: &DensePart, positions: usize, undecoded: usize) -> Vec<Fixed> {
     let of = |what, vram| Fixed { what, vram };
     vec![
         of("dense part", dense.held),
         of("KV cache", cache(config, positions)),
-        of("activations", activations(config, positions)),
+        of("activations", activations(config, positions, undecoded)),
     ]
 }
 
@@ -214,10 +220,17 @@ mod tests {
             "{taken} {bytes}"
         );
         // Rows of 512 tokens 0.3, partial sums 0.5, 42 decoded experts 0.5.
-        let taken = gb(activations(&config, 8192));
+        let taken = gb(activations(&config, 8192, 8));
         assert!((1.3..1.6).contains(&taken), "{taken}");
-        // Of one token nothing is decoded.
-        assert!(gb(activations(&config, 1)) < 0.3);
+        // A prompt of a few tokens, of which nothing is decoded; else all of theirs, 40.
+        let few = Config {
+            batch: 5,
+            ..config.clone()
+        };
+        let (as_they_are, decoded) = (activations(&few, 512, 8), activations(&few, 512, 4));
+        assert!(gb(as_they_are) < 0.04, "{as_they_are}");
+        assert_eq!(decoded - as_they_are, 40 * 2048 * 6144);
+        assert!(gb(activations(&few, 65_536, 8)) < 0.1);
         // Rows of half the bytes, keys of the same.
         let narrow = Config {
             kv: KvFormat::Bf16,

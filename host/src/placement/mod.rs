@@ -44,6 +44,11 @@ pub struct Used {
     pub tiers: [u64; TIERS],
     /// Of either tier of device memory: layers with both, and nothing elsewhere, are not asked which.
     pub vram: u64,
+    /// Experts on disk that a pass needed and did not read, their record being in memory still.
+    pub kept: u64,
+    /// Experts guessed of the next layer to be copied to the device before they were chosen, and those of them that
+    /// then were; the same of those that were guessed further ahead alone.
+    pub ahead: [u64; 4],
 }
 
 impl Used {
@@ -53,6 +58,8 @@ impl Used {
             *a += b;
         }
         self.vram += other.vram;
+        self.kept += other.kept;
+        self.ahead = std::array::from_fn(|i| self.ahead[i] + other.ahead[i]);
     }
 }
 
@@ -79,6 +86,11 @@ impl Tier {
             Tier::DiskAns => "disk-ans",
         }
     }
+}
+
+/// Whether experts in host memory may be copied before they are chosen: not where `ANSATZ_COPY_AHEAD=off`.
+pub fn copies_ahead() -> bool {
+    std::env::var_os("ANSATZ_COPY_AHEAD").is_none_or(|v| v != "off")
 }
 
 /// Records that device memory has room for beside those that stay: what one token chooses, four

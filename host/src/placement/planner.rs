@@ -8,7 +8,7 @@
 
 use serde::Serialize;
 
-use super::cost::{LayerTime, Part, Rates, layer_time};
+use super::cost::{Ahead, LayerTime, Part, Rates, layer_time};
 use super::spread::{DevicePlan, Spread};
 use super::{TIERS, Tier};
 
@@ -34,6 +34,18 @@ pub struct ModelUse {
     pub raw_bytes: u64,
     /// Layers with routed experts.
     pub layers: Vec<LayerModel>,
+    /// Share of the experts guessed of a layer that it then chooses, 0 to 1.
+    pub foreseen: f64,
+}
+
+impl ModelUse {
+    /// What is copied ahead of each layer.
+    pub(super) fn ahead(&self, rates: &Rates) -> Ahead {
+        Ahead {
+            foreseen: self.foreseen,
+            dense: rates.dense / self.layers.len().max(1) as f64,
+        }
+    }
 }
 
 /// What experts may take.
@@ -120,6 +132,8 @@ pub struct Plan {
     /// Bytes of host memory that experts take.
     #[serde(rename = "ram_bytes")]
     pub ram: u64,
+    /// Share of guessed experts that it takes to be chosen then, 0 to 1.
+    pub foreseen: f64,
 }
 
 /// Records start at multiples of this in memory.
@@ -214,7 +228,13 @@ impl<'a> Search<'a> {
         });
         let top_k = self.model.top_k;
         match self.spread {
-            None => layer_time(self.rates, top_k, ranked.record, &parts),
+            None => layer_time(
+                self.rates,
+                &self.model.ahead(self.rates),
+                top_k,
+                ranked.record,
+                &parts,
+            ),
             Some(spread) => spread.layer_time(top_k, ranked.record, &parts),
         }
     }
@@ -523,6 +543,7 @@ impl<'a> Search<'a> {
             bottleneck: most.map_or("nothing", |(name, _)| name),
             vram: s.vram,
             ram: s.ram,
+            foreseen: self.model.foreseen,
         }
     }
 
@@ -665,6 +686,7 @@ mod tests {
             top_k,
             raw_bytes: RAW,
             layers: (0..layers).map(layer).collect(),
+            foreseen: 0.75,
         }
     }
 
@@ -711,7 +733,7 @@ mod tests {
                 .next_multiple_of(ALIGN);
             }
             let record = l.records.iter().sum::<u64>() as f64 / l.records.len() as f64;
-            time += layer_time(rates, model.top_k, record, &parts).total;
+            time += layer_time(rates, &model.ahead(rates), model.top_k, record, &parts).total;
             vram += bytes[0].next_multiple_of(budget.vram_granule)
                 + bytes[1].next_multiple_of(budget.vram_granule);
             ram += bytes[2].next_multiple_of(budget.ram_granule)

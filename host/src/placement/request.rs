@@ -3,6 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use super::calibrate::{self, CalibrateError, Calibration};
+use super::cost::Ahead;
 use super::memory::{self, DensePart, Fixed, fixed, weights_read};
 use super::planner::{Budget, LayerModel, ModelUse, Plan, PlanError, TierPlan};
 use super::profile::{self, Profile, ProfileError};
@@ -10,6 +11,7 @@ use super::spread::{Peer, plan_devices};
 use super::{Rates, Tier, staged};
 use crate::archive::{Archive, ArchiveError, LOW_NIBBLES};
 use crate::backend::kernels::{Device, KernelBackend};
+use crate::disk::reader::read_slot;
 use crate::model::{Config, ModelError};
 
 /// Bytes, or a part of what there is.
@@ -110,9 +112,9 @@ pub enum RequestError {
     Foreign {
         /// The profile.
         path: PathBuf,
-        /// Largest layer in it.
+        /// The first layer and expert in it that the model has not.
         layer: u32,
-        /// Largest expert in it.
+        /// Its expert.
         expert: u32,
         /// Layers of the model.
         layers: usize,
@@ -121,9 +123,9 @@ pub enum RequestError {
     },
     /// Device memory that does not hold what is no expert.
     #[error(
-        "{:.2} GB of device memory hold no model whose dense part, caches and activations take {:.2} \
-         GB; give more (--vram-budget) or a shorter context (-c)",
-        *vram as f64 / 1e9, *taken as f64 / 1e9
+        "{} of device memory hold no model whose dense part, caches and activations take {}; give more \
+         (--vram-budget) or a shorter context (-c)",
+        gb(*vram), gb(*taken)
     )]
     NoRoom {
         /// Bytes that there are.
@@ -192,6 +194,10 @@ pub struct Planned {
     pub profile: String,
     /// What was left for experts.
     pub budget: Budget,
+    /// Host memory in all, bytes.
+    pub ram: u64,
+    /// What of it the disk is read to.
+    pub reads: u64,
     /// What else is in device memory.
     pub fixed: Vec<Fixed>,
     /// Device memory in all.
@@ -215,9 +221,7 @@ pub(crate) fn read_profile(
     let profile = Profile::read(&path)?;
     let layers = config.layers.len() + config.nextn.is_some() as usize;
     let experts = config.router.experts;
-    if let Some((layer, expert)) = profile.last()
-        && (layer as usize >= layers || expert as usize >= experts)
-    {
+    if let Some((layer, expert)) = profile.foreign(layers, experts) {
         return Err(RequestError::Foreign {
             path,
             layer,
@@ -327,7 +331,14 @@ impl Request {
                 records,
             });
         }
-        let mut fixed = fixed(config, &DensePart::open(dir, config)?, self.positions);
+        // Rates may be of another archive of this geometry.
+        let undecoded = match layers.iter().any(|l| l.plane3.contains(&true)) {
+            true => 1,
+            false => (others.iter().map(|(found, _)| found.undecoded))
+                .fold(calibration.undecoded, usize::min),
+        };
+        let part = DensePart::open(dir, config)?;
+        let mut fixed = fixed(config, &part, self.positions, undecoded);
         fixed.push(Fixed {
             what: "stage",
             vram: staged(top_k) as u64 * largest.next_multiple_of(256),
@@ -355,9 +366,11 @@ impl Request {
         }
         let memory = crate::ram::available().unwrap_or(0);
         let short = |device: usize| self.short.get(device).copied().unwrap_or(0);
-        let budget = Budget {
-            vram: (vram - taken).saturating_sub(short(0)),
-            ram: self.ram.map_or(memory / 5 * 4, |s| s.of(memory)),
+        let vram_left = (vram - taken).saturating_sub(short(0));
+        let ram = self.ram.map_or(memory / 5 * 4, |s| s.of(memory));
+        let mut budget = Budget {
+            vram: vram_left,
+            ram,
             vram_granule: 2 << 20,
             ram_granule: 4096,
             allowed,
@@ -366,9 +379,13 @@ impl Request {
             top_k,
             raw_bytes: archive.shape().raw_bytes() as u64,
             layers,
+            foreseen: match super::copies_ahead() {
+                true => profile.foreseen(config.layers.len()),
+                false => 0.0,
+            },
         };
         // Another device has activations of its experts and a budget, no dense part and no stage.
-        let own = memory::activations(config, self.positions);
+        let own = memory::activations(config, self.positions, undecoded);
         let peers: Vec<Peer> = (others.iter().zip(1..))
             .map(|((found, free), device)| {
                 let rates = &found.rates;
@@ -385,6 +402,18 @@ impl Request {
             })
             .collect();
         let mut plan = plan_devices(&model, &calibration.rates, &budget, &peers)?;
+        let mut reads = 0;
+        if plan.table[Tier::DiskAns as usize].experts > 0 {
+            // Pinned slots that the disk is read to.
+            let slots = staged(top_k) as u64 * read_slot(largest as usize) as u64;
+            budget.ram = ram.saturating_sub(slots);
+            reads = slots;
+            if slots > ram {
+                let (slots, ram) = (gb(slots), gb(ram));
+                tracing::warn!("--ram-budget: reads of the disk take {slots}, more than the {ram}");
+            }
+            plan = plan_devices(&model, &calibration.rates, &budget, &peers)?;
+        }
         // A row for each layer of the archive: those that are not planned are whole in device memory
         // or not loaded.
         let mut planned_tiers = std::mem::take(&mut plan.tiers).into_iter();
@@ -417,6 +446,8 @@ impl Request {
             calibration,
             profile: named,
             budget,
+            ram,
+            reads,
             fixed,
             vram,
         })
@@ -457,9 +488,14 @@ impl std::fmt::Display for Planned {
         }
         writeln!(
             f,
-            "ram      {} of {}: experts\n",
-            gb(plan.ram),
-            gb(self.budget.ram)
+            "ram      {} of {}: {}experts {}\n",
+            gb(plan.ram + self.reads),
+            gb(self.ram),
+            match self.reads {
+                0 => String::new(),
+                n => format!("reads of the disk {}, ", gb(n)),
+            },
+            gb(plan.ram)
         )?;
         writeln!(
             f,
@@ -488,9 +524,17 @@ impl std::fmt::Display for Planned {
             line(&format!("{:<6}  ", row.number), &row.part)?;
         }
         let t = &plan.time;
+        let ahead = plan.foreseen >= Ahead::LEAST && plan.table[Tier::RamAns as usize].experts > 0;
+        let ahead = match ahead {
+            true => format!(
+                " (by a guess, {:.0}% of which right)",
+                100.0 * plan.foreseen
+            ),
+            false => String::new(),
+        };
         writeln!(
             f,
-            "\nlanes, ms a token: dense part {:.3}, experts on the GPU {:.3}, copies {:.3}, CPU {:.3}, disk \
+            "\nlanes, ms a token: dense part {:.3}, experts on the GPU {:.3}, copies {:.3}{ahead}, CPU {:.3}, disk \
              {:.3}, round trips {:.3}, exchange {:.3}",
             1e3 * rates.dense,
             1e3 * t.gpu,

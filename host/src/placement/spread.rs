@@ -17,7 +17,7 @@
 //! What it leaves out: that a device's time varies for the same `n`, and that two devices may share a
 //! link.
 
-use super::cost::{LayerTime, Line, Part, Rates, layer_time};
+use super::cost::{Ahead, LayerTime, Line, Part, Rates, layer_time};
 use super::planner::{Budget, LayerModel, ModelUse, Plan, PlanError, TierPlan};
 use super::{TIERS, Tier, planner};
 
@@ -55,10 +55,12 @@ pub(super) struct Spread {
     exchange: Vec<Line>,
     /// Share of the selections of experts in device memory that each device is to have.
     fractions: Vec<f64>,
+    /// What is copied to the first ahead of each layer.
+    ahead: Ahead,
 }
 
 impl Spread {
-    fn new(rates: &Rates, peers: &[Peer], fractions: Vec<f64>) -> Self {
+    fn new(rates: &Rates, peers: &[Peer], fractions: Vec<f64>, ahead: Ahead) -> Self {
         let of = |p: &Peer| Rates {
             hot: p.hot,
             ans: p.ans,
@@ -74,6 +76,7 @@ impl Spread {
                 .chain(peers.iter().map(|p| p.exchange))
                 .collect(),
             fractions,
+            ahead,
         }
     }
 
@@ -118,10 +121,11 @@ impl Spread {
         for (d, parts) in split.iter().enumerate() {
             let mut of_device = vec![0.0; top_k + 1];
             if shares[d] > 0.0 {
+                let ahead = if d == 0 { &self.ahead } else { &Ahead::NONE };
                 let chances = binomial(top_k, shares[d]);
                 let mut mean = LayerTime::default();
                 for n in 1..=top_k {
-                    let mut t = layer_time(&self.rates[d], n, record, parts);
+                    let mut t = layer_time(&self.rates[d], ahead, n, record, parts);
                     // Once a layer, whatever it chooses.
                     t.total -= t.round_trip;
                     let exchange = self.exchange[d].at(n as f64);
@@ -427,7 +431,7 @@ pub fn plan_devices(
     fractions.dedup();
     let mut best = alone.map(|plan| one_of_many(plan, devices));
     for f in fractions {
-        let spread = Spread::new(rates, peers, f);
+        let spread = Spread::new(rates, peers, f, model.ahead(rates));
         let plan = planner::plan_spread(model, rates, &pooled, Some(&spread))
             .and_then(|plan| assign(model, budget, &spread, &memory, plan));
         let better = match (&best, &plan) {
@@ -513,6 +517,7 @@ mod tests {
             top_k,
             raw_bytes: RAW,
             layers: (0..layers).map(layer).collect(),
+            foreseen: 0.75,
         }
     }
 
@@ -636,7 +641,7 @@ mod tests {
     /// Where the host must know what was chosen, it tells each device.
     #[test]
     fn each_device_is_told() {
-        let spread = |fractions| Spread::new(&rates(), &[peer(0, 1.0)], fractions);
+        let spread = |fractions| Spread::new(&rates(), &[peer(0, 1.0)], fractions, Ahead::NONE);
         let mut parts = [Part::default(); TIERS];
         (
             parts[Tier::VramAns as usize].experts,

@@ -494,6 +494,19 @@ impl Device for CudaDevice {
         .map_err(|e| inner.error("cuMemcpyHtoDAsync", e))
     }
 
+    fn copying(&self) -> Result<bool, DeviceError> {
+        let inner = &self.inner;
+        let _turn = inner.enter()?;
+        // SAFETY: a live stream.
+        match unsafe { sys::cuStreamQuery(inner.copies.as_inner().cast()) } {
+            sys::NOT_READY => Ok(true),
+            code => match check(code) {
+                Ok(()) => Ok(false),
+                Err(e) => Err(driver_error(&inner.info.to_string(), "cuStreamQuery", e)),
+            },
+        }
+    }
+
     fn join(&self) -> Result<(), DeviceError> {
         self.inner.order(&self.inner.copies, &self.inner.stream)
     }

@@ -279,12 +279,12 @@ pub trait Device: Send + Sync {
     /// Copies that follow wait for what the stream was given so far.
     fn fork(&self) -> Result<(), DeviceError>;
 
-    /// Copies bytes of `host` to `offset` of `memory`, beside what the stream does.
+    /// Copies bytes of `host` to `offset` of `memory`, beside what the stream does, behind earlier such copies.
     ///
     /// # Safety
-    /// From [`Device::fork`] to [`Device::join`] and until what follows in the stream has been
-    /// waited for, nothing but what follows the join uses the range of `memory`, and the bytes of
-    /// `host` are neither written nor given back.
+    /// From [`Device::fork`], or what was waited for before, to [`Device::join`] and until what follows in the
+    /// stream has been waited for, nothing but what follows the join uses the range of `memory`, and the bytes
+    /// of `host` are neither written nor given back.
     unsafe fn copy_beside(
         &self,
         memory: &Self::Memory,
@@ -292,6 +292,9 @@ pub trait Device: Send + Sync {
         host: &<Self::Memory as DeviceMemory>::Host,
         bytes: std::ops::Range<usize>,
     ) -> Result<(), DeviceError>;
+
+    /// Whether copies beside the stream are under way, or about to begin.
+    fn copying(&self) -> Result<bool, DeviceError>;
 
     /// What follows in the stream waits for the copies so far.
     fn join(&self) -> Result<(), DeviceError>;

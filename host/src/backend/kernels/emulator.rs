@@ -231,6 +231,10 @@ impl Device for EmulatedDevice {
         self.upload(memory, offset, &host[bytes])
     }
 
+    fn copying(&self) -> Result<bool, DeviceError> {
+        Ok(false)
+    }
+
     fn join(&self) -> Result<(), DeviceError> {
         Ok(())
     }

@@ -3,6 +3,7 @@
 //! Nothing comes back to the host within a layer: assignments are grouped on the device, and the
 //! matmuls read there how many experts are active.
 
+mod ahead;
 mod hot;
 mod int8;
 mod load;
@@ -12,6 +13,7 @@ mod moves;
 mod outputs;
 mod peers;
 mod rans;
+mod reads;
 mod tiers;
 mod timed;
 
@@ -33,7 +35,7 @@ use super::error::{KernelError, Result};
 use super::ops::KernelBackend;
 use super::plan;
 use super::table::*;
-use crate::backend::{Rows, RowsMut};
+use crate::backend::{Guess, Rows, RowsMut};
 use crate::expert::{ExpertShape, Form, ScaleKind};
 use peers::Chosen;
 
@@ -119,6 +121,11 @@ impl<M: DeviceMemory> Experts<M> {
         self.tiers.as_ref().is_none_or(|t| t.resident())
     }
 
+    /// Whether some are in pinned memory, from where they are better copied too early than too late.
+    pub(super) fn guessable(&self) -> bool {
+        self.tiers.as_ref().is_some_and(|t| t.guessable())
+    }
+
     /// Counts selections of experts that are all in device memory.
     pub(super) fn count(&self, selections: usize) {
         if let Some(tiers) = &self.tiers {
@@ -151,12 +158,15 @@ impl<D: Device> KernelBackend<D> {
         }
     }
 
-    /// [`crate::backend::Backend::experts`], or with `low` [`crate::backend::Backend::experts_int8`].
+    /// [`crate::backend::Backend::experts`], or with `low` [`crate::backend::Backend::experts_int8`], or with
+    /// experts of the next layer that needs the host and a guess
+    /// [`crate::backend::Backend::experts_and_next`].
     #[allow(clippy::too_many_arguments)]
     pub(super) fn run_experts(
         &self,
         experts: &Experts<D::Memory>,
         low: Option<&Experts<D::Memory>>,
+        next: Option<Guess<'_, Self>>,
         x: Rows<'_, Buffer<f32, D::Memory>>,
         ids: &Buffer<u32, D::Memory>,
         weights: &Buffer<f32, D::Memory>,
@@ -166,7 +176,8 @@ impl<D: Device> KernelBackend<D> {
     ) -> Result<()> {
         if let Some(tiers) = &experts.tiers {
             if !tiers.resident() {
-                let done = self.run_tiers(experts, tiers, x, ids, weights, top_k, tokens, out);
+                let done =
+                    self.run_tiers(experts, tiers, next, x, ids, weights, top_k, tokens, out);
                 return self.settle(done);
             }
             if !self.records() {

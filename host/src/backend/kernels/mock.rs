@@ -301,6 +301,11 @@ impl<D: Device> Device for MockDevice<D> {
         }
     }
 
+    fn copying(&self) -> Result<bool, DeviceError> {
+        self.call("copying")?;
+        self.inner.copying()
+    }
+
     fn join(&self) -> Result<(), DeviceError> {
         self.call("join")?;
         self.inner.join()

@@ -16,7 +16,7 @@ use super::split::Kept;
 use super::table::*;
 use crate::backend::split::Parts;
 use crate::backend::{
-    Attend, Backend, Cached, Index, Mla, Router, Rows, RowsMut, Scoring, TraceLayer, Weight,
+    Attend, Backend, Cached, Guess, Index, Mla, Router, Rows, RowsMut, Scoring, TraceLayer, Weight,
 };
 
 /// The operators of a forward pass as launches on a device.
@@ -617,7 +617,35 @@ impl<D: Device> Backend for KernelBackend<D> {
         tokens: usize,
         out: RowsMut<'_, Self::Buf<f32>>,
     ) -> Result<()> {
-        self.run_experts(experts, None, x, ids, weights, top_k, tokens, out)
+        self.run_experts(experts, None, None, x, ids, weights, top_k, tokens, out)
+    }
+
+    fn experts_and_next(
+        &self,
+        experts: &Self::Experts,
+        next: Guess<'_, Self>,
+        x: Rows<'_, Self::Buf<f32>>,
+        ids: &Self::Buf<u32>,
+        weights: &Self::Buf<f32>,
+        top_k: usize,
+        tokens: usize,
+        out: RowsMut<'_, Self::Buf<f32>>,
+    ) -> Result<()> {
+        self.run_experts(
+            experts,
+            None,
+            Some(next),
+            x,
+            ids,
+            weights,
+            top_k,
+            tokens,
+            out,
+        )
+    }
+
+    fn guessable(&self, experts: &Self::Experts) -> bool {
+        experts.guessable()
     }
 
     fn experts_int8(
@@ -630,7 +658,7 @@ impl<D: Device> Backend for KernelBackend<D> {
         tokens: usize,
         out: RowsMut<'_, Self::Buf<f32>>,
     ) -> Result<()> {
-        self.run_experts(high, Some(low), x, ids, weights, top_k, tokens, out)
+        self.run_experts(high, Some(low), None, x, ids, weights, top_k, tokens, out)
     }
 
     fn recordable(&self, experts: &Self::Experts) -> bool {

@@ -11,24 +11,24 @@
 //! assignment, and goes to the weighted sum as the CPU's results do; so an expert is copied once,
 //! however many tokens want it.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::PoisonError;
 
 use cuda_std::mem::Slice;
 use gpu::abi::MatrixDesc;
 
+use super::ahead::Far;
 use super::peers::Chosen;
-use super::tiers::{Disk, HALVES, Place, Stage, Tiers, moved, read_slot};
+use super::tiers::{HALVES, Place, Stage, Tiers, moved};
 use super::{Experts, Groups, Operands, Quantised, Sum};
 use crate::backend::cpu::{self, Cpu};
 use crate::backend::kernels::buffer::{Buffer, View, input, output, word};
 use crate::backend::kernels::device::{Device, DeviceMemory};
-use crate::backend::kernels::error::{KernelError, Result};
+use crate::backend::kernels::error::Result;
 use crate::backend::kernels::ops::KernelBackend;
 use crate::backend::split::Part;
-use crate::backend::{Backend, Rows, RowsMut, rows, rows_mut};
-use crate::disk::reads::Read;
+use crate::backend::{Backend, Guess, Rows, RowsMut, rows, rows_mut};
 
 /// A layer's assignments as the host sorted them.
 struct Sorted {
@@ -188,6 +188,7 @@ impl<D: Device> KernelBackend<D> {
         &self,
         experts: &Experts<D::Memory>,
         tiers: &Tiers<D::Memory>,
+        next: Option<Guess<'_, Self>>,
         x: Rows<'_, Buffer<f32, D::Memory>>,
         ids: &Buffer<u32, D::Memory>,
         weights: &Buffer<f32, D::Memory>,
@@ -204,7 +205,16 @@ impl<D: Device> KernelBackend<D> {
         weights.from("experts: weights", 0, tokens * top_k)?;
         ids.from("experts: ids", 0, tokens * top_k)?;
         let mut chosen = vec![0u32; tokens * top_k];
-        (self.device()).download(ids.memory(), 0, bytemuck::cast_slice_mut(&mut chosen))?;
+        let mut guessed = vec![0u32; if next.is_some() { tokens * top_k } else { 0 }];
+        let to_host = bytemuck::cast_slice_mut(&mut chosen);
+        match &next {
+            None => self.device().download(ids.memory(), 0, to_host)?,
+            Some(Guess { ids: guess, .. }) => {
+                guess.from("experts: guess", 0, tokens * top_k)?;
+                let guess = (guess.memory(), 0, bytemuck::cast_slice_mut(&mut guessed));
+                (self.device()).download_all(&mut [(ids.memory(), 0, to_host), guess])?;
+            }
+        }
         let on_cpu = tiers.note(&chosen, tokens);
         let mut host_x = vec![
             0.0;
@@ -216,6 +226,13 @@ impl<D: Device> KernelBackend<D> {
         ];
         self.read(x.buf, x.offset, &mut host_x)?;
         let at_once = experts.at_once(tokens, top_k);
+        let (next, further) = match next.filter(|_| tokens <= at_once) {
+            Some(Guess {
+                experts, further, ..
+            }) => (experts.tiers.as_ref(), Some(further)),
+            None => (None, None),
+        };
+        let mut far = Far::new(further.filter(|_| tokens == 1));
         let mut start = 0;
         while start < tokens {
             // What is read for these goes where copies for those before may still come from.
@@ -244,18 +261,23 @@ impl<D: Device> KernelBackend<D> {
                     top_k,
                 },
             };
-            self.run_batch(experts, tiers, batch)?;
+            let busy = self.run_batch(experts, tiers, batch, &mut far)?;
+            if let (Some(next), Some(busy)) = (next, busy) {
+                self.copy_ahead(next, std::mem::take(&mut guessed), &busy)?;
+            }
             start += n;
         }
         Ok(())
     }
 
+    /// Slots of the stage that it uses; `None` where that is all of them, by turns.
     fn run_batch(
         &self,
         experts: &Experts<D::Memory>,
         tiers: &Tiers<D::Memory>,
         mut batch: Batch<'_, D::Memory>,
-    ) -> Result<()> {
+        far: &mut Far<'_, D>,
+    ) -> Result<Option<Vec<usize>>> {
         let (tokens, top_k) = (batch.sum.tokens, batch.sum.top_k);
         let hidden = experts.shape.hidden;
         let [gate_up, down] = &experts.classes;
@@ -286,16 +308,27 @@ impl<D: Device> KernelBackend<D> {
             false => Quantised::none(self)?,
         };
         let first = match sorted.turns.first() {
-            Some(turn) => Copied::turn(turn),
-            None => Copied::all(&sorted.away),
+            Some(turn) => {
+                tiers.there(None);
+                Copied::turn(turn)
+            }
+            None => {
+                let (there, taken) = tiers.there(Some(&sorted.away));
+                Copied::all(&sorted.away, &there, &taken)
+            }
         };
-        let mut waiting = self.fetch(experts, tiers, first)?;
+        let busy: Vec<usize> = first.experts.iter().map(|c| c.slot).collect();
+        let mut far = || match sorted.turns.is_empty() {
+            true => self.copy_far(far, top_k, &busy),
+            false => Ok(false),
+        };
+        let mut waiting = self.fetch(experts, tiers, &first)?;
         let (h, outer) = if active > 0 {
             let inner = self.scratch::<u32>(sorted.slots * gate_up.partials(experts.form))?;
             let of = part(0..resident);
             self.matmuls(experts, gate_up, &of, Operands::gate_up(&x, &of, &inner))?;
             if sorted.turns.is_empty() {
-                self.fetch_rest(tiers, first, waiting, &mut by_cpu)?;
+                self.fetch_rest(tiers, &first, waiting, &mut by_cpu, &mut far)?;
             }
             let of = part(resident..active);
             self.matmuls(experts, gate_up, &of, Operands::gate_up(&x, &of, &inner))?;
@@ -308,14 +341,16 @@ impl<D: Device> KernelBackend<D> {
         };
         let given = abroad.memory();
         let mut at = on_cpu.len() * hidden;
+        let mut coming = first;
         for (n, turn) in sorted.turns.iter().enumerate() {
             // What was read for the turn before the last is copied from where this one's is read to.
             if waiting && n >= HALVES {
                 self.device().synchronize()?;
             }
-            self.fetch_rest(tiers, Copied::turn(turn), waiting, &mut by_cpu)?;
+            self.fetch_rest(tiers, &coming, waiting, &mut by_cpu, &mut far)?;
             if let Some(next) = sorted.turns.get(n + 1) {
-                waiting = self.fetch(experts, tiers, Copied::turn(next))?;
+                coming = Copied::turn(next);
+                waiting = self.fetch(experts, tiers, &coming)?;
             }
             let rows = View {
                 slice: given.slice::<f32>(at, turn.slots * hidden),
@@ -335,7 +370,8 @@ impl<D: Device> KernelBackend<D> {
             self.join_peers(experts, &abroad)?;
         }
         batch.sum.given = abroad.given();
-        self.combine(experts, &groups, &h, &outer, None, batch.sum)
+        self.combine(experts, &groups, &h, &outer, None, batch.sum)?;
+        Ok((sorted.turns.is_empty()).then_some(busy))
     }
 
     /// What a turn's experts, which are in the stage, make of their tokens: a row for each slot.
@@ -372,25 +408,25 @@ impl<D: Device> KernelBackend<D> {
         &self,
         experts: &Experts<D::Memory>,
         tiers: &Tiers<D::Memory>,
-        copied: Copied<'_>,
+        copied: &Copied,
     ) -> Result<bool> {
-        let Some(stage) = tiers.stage.as_ref().filter(|_| !copied.away.is_empty()) else {
+        let Some(stage) = tiers.stage.as_ref().filter(|_| !copied.experts.is_empty()) else {
             return Ok(false);
         };
         self.describe_away(experts, tiers, stage, copied)?;
         self.device().fork()?;
         let mut waiting = false;
         let host = tiers.host.read().unwrap_or_else(PoisonError::into_inner);
-        for (slot, id) in copied.by_slot() {
-            match tiers.place(*id) {
+        for Coming { id, slot, .. } in copied.missing() {
+            match tiers.place(id) {
                 Some(Place::Host(at, record)) => {
                     let bytes = at..at + record.bytes;
                     let memory = stage.memory.memory();
                     self.copies(record.bytes);
                     // SAFETY: these slots are used behind the join in `fetch_rest` alone, and what
-                    // used them before is ahead of the fork; the pinned memory lives as long as the
-                    // layer and is written between tokens alone, behind a `synchronize` that has
-                    // waited for this.
+                    // used them before is ahead of the fork, or is a copy by a wrong guess, which copies
+                    // follow; the pinned memory lives as long as the layer and is written between
+                    // tokens alone, behind a `synchronize` that has waited for this.
                     unsafe {
                         self.device()
                             .copy_beside(memory, slot * stage.slot, &host, bytes)?;
@@ -408,10 +444,10 @@ impl<D: Device> KernelBackend<D> {
         experts: &Experts<D::Memory>,
         tiers: &Tiers<D::Memory>,
         stage: &Stage<D::Memory>,
-        copied: Copied<'_>,
+        copied: &Copied,
     ) -> Result<()> {
-        let mut descs: Vec<MatrixDesc> = Vec::with_capacity(3 * copied.away.len());
-        for (slot, id) in copied.by_slot() {
+        let mut descs: Vec<MatrixDesc> = Vec::with_capacity(3 * copied.experts.len());
+        for Coming { id, slot, .. } in &copied.experts {
             let base = stage.memory.memory().address() + (slot * stage.slot) as u64;
             if let Some(Place::Host(_, record) | Place::Disk(record)) = tiers.place(*id) {
                 descs.extend(record.descs.map(|d| moved(d, base)));
@@ -425,118 +461,86 @@ impl<D: Device> KernelBackend<D> {
     }
 
     /// Reads and copies what [`KernelBackend::fetch`] left, and lets the stream wait for all copies.
-    /// `meanwhile` is called while the disk is at work, if it is.
+    /// While the disk is at work, if it is, `meanwhile` is called once, and `further`, which starts a copy, at first and
+    /// then for as long as there is one to be made and the one before is done.
     fn fetch_rest(
         &self,
         tiers: &Tiers<D::Memory>,
-        copied: Copied<'_>,
+        copied: &Copied,
         waiting: bool,
         meanwhile: &mut dyn FnMut() -> Result<()>,
+        further: &mut dyn FnMut() -> Result<bool>,
     ) -> Result<()> {
-        let Some(stage) = tiers.stage.as_ref().filter(|_| !copied.away.is_empty()) else {
+        let Some(stage) = tiers.stage.as_ref().filter(|_| !copied.experts.is_empty()) else {
             return Ok(());
         };
         self.mark(Part::Copies)?;
         let read = match waiting {
-            true => self.read_away(tiers, stage, copied, meanwhile),
+            true => self.read_away(tiers, stage, copied, meanwhile, further),
             false => Ok(()),
         };
         // Also after a failure: others are on their way.
         self.device().join()?;
         read
     }
-
-    /// Reads experts of the archive, and copies each to the stage as soon as it is there.
-    fn read_away(
-        &self,
-        tiers: &Tiers<D::Memory>,
-        stage: &Stage<D::Memory>,
-        copied: Copied<'_>,
-        meanwhile: &mut dyn FnMut() -> Result<()>,
-    ) -> Result<()> {
-        let mut disk = stage.disk.lock().unwrap_or_else(PoisonError::into_inner);
-        let Some(Disk { reads, slots }) = disk.as_mut() else {
-            unreachable!("a layer with experts on disk has asked for it");
-        };
-        let mut asked = Vec::with_capacity(copied.away.len());
-        for (slot, id) in copied.by_slot() {
-            if let Some(Place::Disk(record)) = tiers.place(*id) {
-                asked.push(Read {
-                    number: slot,
-                    offset: record.file,
-                    len: record.bytes,
-                    room: match slots[slot].take() {
-                        Some(room) => room,
-                        // Lost with a thread that has panicked.
-                        None => self.device().allocate_host(read_slot(stage.slot))?,
-                    },
-                });
-            }
-        }
-        let mut missing: BTreeSet<usize> = asked.iter().map(|read| read.number).collect();
-        let done = reads.start(&tiers.file, asked);
-        let mut result = meanwhile();
-        for read in done {
-            let slot = read.number;
-            missing.remove(&slot);
-            let memory = stage.memory.memory();
-            let copied = match read.bytes {
-                Err(source) => Err(KernelError::Read {
-                    layer: tiers.number,
-                    expert: copied.expert(slot),
-                    source,
-                }),
-                Ok(bytes) => {
-                    self.copies(bytes.len());
-                    // SAFETY: as in `fetch`; the pinned memory is written again two turns on, for the next
-                    // tokens or by the next layer that reads, which have then waited for all that
-                    // follows the join.
-                    let copied = unsafe {
-                        (self.device()).copy_beside(memory, slot * stage.slot, &read.room, bytes)
-                    };
-                    copied.map_err(KernelError::from)
-                }
-            };
-            slots[slot] = Some(read.room);
-            result = result.and(copied);
-        }
-        // Nothing else says that their reader is gone.
-        let lost = missing.first().map(|slot| KernelError::Read {
-            layer: tiers.number,
-            expert: copied.expert(*slot),
-            source: std::io::Error::other("the thread that reads has panicked"),
-        });
-        result.and(lost.map_or(Ok(()), Err))
-    }
 }
 
-/// Experts that are copied together, to neighbouring slots of the stage.
+/// An expert that comes to the stage.
 #[derive(Clone, Copy)]
-struct Copied<'a> {
-    away: &'a [u32],
-    /// The first one's slot.
+pub(super) struct Coming {
+    pub id: u32,
+    pub slot: usize,
+    /// Whether it was copied there ahead.
+    there: bool,
+}
+
+/// Experts that are in the stage together.
+pub(super) struct Copied {
+    experts: Vec<Coming>,
+    /// Behind the layer's, the number of the first one's descriptors.
     first: usize,
 }
 
-impl<'a> Copied<'a> {
-    fn all(away: &'a [u32]) -> Self {
-        Self { away, first: 0 }
+impl Copied {
+    /// Those that are `there`, in the slots where they are, and the others in the first that are not `taken` either.
+    fn all(away: &[u32], there: &[(u32, usize)], taken: &[usize]) -> Self {
+        let mut free = (0..)
+            .filter(|slot| !there.iter().any(|(_, there)| there == slot) && !taken.contains(slot));
+        let coming = |&id: &u32| {
+            let found = there.iter().find(|(there, _)| *there == id);
+            let slot = found.map(|(_, slot)| *slot).or_else(|| free.next());
+            Coming {
+                id,
+                slot: slot.expect("numbers do not end"),
+                there: found.is_some(),
+            }
+        };
+        Self {
+            experts: away.iter().map(coming).collect(),
+            first: 0,
+        }
     }
 
-    fn turn(turn: &'a Turn) -> Self {
+    fn turn(turn: &Turn) -> Self {
+        let coming = |(slot, id): (usize, &u32)| Coming {
+            id: *id,
+            slot,
+            there: false,
+        };
         Self {
-            away: &turn.away,
+            experts: (turn.first..).zip(&turn.away).map(coming).collect(),
             first: turn.first,
         }
     }
 
-    /// Slots and experts.
-    fn by_slot(self) -> impl Iterator<Item = (usize, &'a u32)> {
-        (self.first..).zip(self.away)
+    /// Those that are still to be copied.
+    pub fn missing(&self) -> impl Iterator<Item = Coming> {
+        self.experts.iter().copied().filter(|c| !c.there)
     }
 
-    fn expert(self, slot: usize) -> usize {
-        self.away[slot - self.first] as usize
+    pub fn expert(&self, slot: usize) -> usize {
+        let found = self.experts.iter().find(|c| c.slot == slot);
+        found.map_or(0, |c| c.id as usize)
     }
 }
 

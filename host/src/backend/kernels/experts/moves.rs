@@ -19,13 +19,13 @@ use gpu::abi::MatrixDesc;
 use rayon::prelude::*;
 
 use super::Experts;
-use super::tiers::{At, Away, PIECE, Place, Tiers, moved, read_slot};
+use super::tiers::{At, Away, PIECE, Place, Tiers, moved};
 use crate::archive::checksum;
 use crate::backend::kernels::device::{ALIGNMENT, Device, DeviceMemory};
 use crate::backend::kernels::error::{KernelError, Result};
 use crate::backend::kernels::ops::KernelBackend;
 use crate::backend::{Repin, TieredLayer};
-use crate::disk::reader::{Aligned, DirectFile};
+use crate::disk::reader::{Aligned, DirectFile, read_slot};
 use crate::placement::Tier;
 
 /// Tokens after which a selection counts half.
@@ -200,8 +200,11 @@ impl<D: Device> KernelBackend<D> {
         let stage = tiers.stage.as_ref().map(Arc::clone);
         let stage = stage.expect("a layer with experts outside has a stage");
         let (device, memory) = (self.device(), experts.memory.memory());
-        // Whatever has used the stage, the slot and the pinned memory has done so behind this.
+        // Whatever has used the stage, the slot and the pinned memory has done so behind this; also copies ahead of a
+        // layer that a failed pass did not reach.
+        device.join()?;
         device.synchronize()?;
+        stage.forget_ahead();
         // No launch reads the descriptors of an expert that is outside.
         let descs = record
             .descs

@@ -2,17 +2,56 @@
 
 use gpu::abi::{self, ExpertArgs};
 use gpu::coded_plan;
-use gpu::layout::Symbol;
+use gpu::launch::DeviceLimits;
+use gpu::layout::{Folds, Symbol};
 use gpu::matmul_rans_tokens::TOKENS;
 
 use super::matmuls::Decoded;
 use super::{Class, Coded, Groups};
+use crate::archive::{Archive, ArchiveError};
 use crate::backend::kernels::device::Device;
 use crate::backend::kernels::error::Result;
 use crate::backend::kernels::ops::KernelBackend;
 use crate::backend::kernels::table::*;
+use crate::expert::{MatrixKind, ScaleKind};
+
+/// Of rows of how many tokens the kernels for several take matrices as they are.
+fn covered(limits: &DeviceLimits, symbol: Symbol, folds: &Folds) -> u32 {
+    match coded_plan::matmul_rans_mma(limits, symbol, folds, 1, 1) {
+        Some(_) => TOKENS,
+        None => 1,
+    }
+}
 
 impl<D: Device> KernelBackend<D> {
+    /// Tokens up to which all coded experts of an archive are multiplied as they are; those of more are decoded to memory
+    /// first. An error where the archive's index is none.
+    pub fn undecoded_tokens(&self, archive: &Archive) -> std::result::Result<usize, ArchiveError> {
+        let shape = archive.shape();
+        let mut most = TOKENS;
+        for layer in archive.layers() {
+            let coded = archive.layer(*layer)?;
+            let tables = [MatrixKind::Gate, MatrixKind::Down].map(|kind| (kind, coded.table(kind)));
+            for (kind, table) in tables {
+                if let Some((_, table)) = table {
+                    let folds = Folds::new(shape.dims(kind).1);
+                    let limits = self.device().limits();
+                    most = most.min(folds.map_or(1, |f| covered(limits, table.symbol(), &f)));
+                }
+            }
+            for e in 0..archive.experts() {
+                if archive.is_plane3(*layer, e)? {
+                    most = 1;
+                }
+            }
+        }
+        Ok(if shape.scales == ScaleKind::Row {
+            most as usize
+        } else {
+            1
+        })
+    }
+
     /// Matrices in rANS, decoded while they are multiplied.
     pub(super) fn matmul_rans(
         &self,
@@ -101,5 +140,26 @@ impl<D: Device> KernelBackend<D> {
             Symbol::Triple => self.launch::<MatmulRansTokensTriple>(launch, args)?,
         }
         Ok(most)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::backend::kernels::EmulatedDevice;
+
+    #[test]
+    fn few_tokens_leave_matrices_of_real_sizes_coded() {
+        let of = |cols: usize, limits: &DeviceLimits| {
+            covered(limits, Symbol::Triple, &Folds::new(cols).unwrap())
+        };
+        let limits = EmulatedDevice::LIMITS;
+        assert_eq!([6144, 2048].map(|cols| of(cols, &limits)), [TOKENS; 2]);
+        assert_eq!(of(128, &limits), 1, "no whole segment");
+        let small = DeviceLimits {
+            shared_per_block: 4 << 10,
+            ..limits
+        };
+        assert_eq!(of(6144, &small), 1);
     }
 }

@@ -10,6 +10,7 @@ use rayon::prelude::*;
 use super::hot::{Copies, HotPlaces};
 use super::load::{Places, drop_unused, record_descs};
 use super::moves::{self, Moves};
+use super::reads::Disk;
 use crate::archive::{Digest, Record};
 use crate::backend::cpu::{self, Cpu, ExpertRoom};
 use crate::backend::kernels::buffer::Buffer;
@@ -17,19 +18,22 @@ use crate::backend::kernels::device::{ALIGNMENT, Device, DeviceError, DeviceMemo
 use crate::backend::kernels::error::{KernelError, Result};
 use crate::backend::kernels::ops::KernelBackend;
 use crate::backend::{Backend, TieredLayer};
-use crate::disk::reader::{BLOCK, DirectFile};
-use crate::disk::reads::{Reads, Way};
+use crate::disk::reader::{DirectFile, read_slot};
 use crate::expert::{ExpertShape, Form, MatrixKind, RawMatrix};
-use crate::placement::{TIERS, Tier, Used};
+use crate::placement::{self, TIERS, Tier, Used};
 use crate::ram;
 
 use super::Experts;
+use super::ahead::Ahead;
 
 /// Parts of the stage, of which one is copied to while another is multiplied with.
 pub(super) const HALVES: usize = 2;
 
 /// Bytes that are copied from the page cache at a time.
 pub(super) const PIECE: usize = 1 << 20;
+
+/// Key of the next layer.
+static NEXT: AtomicU64 = AtomicU64::new(0);
 
 /// A record outside device memory, or one that may leave it.
 #[derive(Clone, Copy)]
@@ -62,12 +66,20 @@ pub(super) enum Place {
 /// Where a layer's experts are.
 pub(super) struct Tiers<M: DeviceMemory> {
     pub(super) number: u32,
+    /// Different for every layer that was ever placed, whatever its number.
+    pub(super) key: u64,
     pub(super) at: RwLock<At>,
     /// Written between tokens alone, while no copy from it is under way.
     pub(super) host: RwLock<M::Host>,
     pub(super) cpu: Option<(Cpu, cpu::Experts)>,
     pub(super) file: Arc<DirectFile>,
     pub(super) stage: Option<Arc<Stage<M>>>,
+    /// Whether any are in pinned memory, of which exchanges leave as many, and a guess is wanted.
+    pub(super) pinned: bool,
+    /// As [`Used::kept`].
+    pub(super) kept: AtomicU64,
+    /// What came of guesses of what this layer would choose, as [`super::ahead::Counts`].
+    pub(super) ahead: [AtomicU64; 4],
     used: [AtomicU64; TIERS],
     /// Selections of layers whose experts are all in device memory, in both forms.
     vram: AtomicU64,
@@ -86,6 +98,8 @@ impl<M: DeviceMemory> Tiers<M> {
         Used {
             tiers: std::array::from_fn(|t| self.used[t].load(Ordering::Relaxed)),
             vram: self.vram.load(Ordering::Relaxed),
+            kept: self.kept.load(Ordering::Relaxed),
+            ahead: self.ahead.each_ref().map(|n| n.load(Ordering::Relaxed)),
         }
     }
 
@@ -139,20 +153,10 @@ pub struct Stage<M: DeviceMemory> {
     pub(super) slots: usize,
     /// Bytes of a slot.
     pub(super) slot: usize,
+    /// What is there for layers that have not chosen yet.
+    pub(super) ahead: Mutex<Ahead>,
     /// While any layer has something to read.
     pub(super) disk: Mutex<Option<Disk<M::Host>>>,
-}
-
-/// Who reads, and as many pinned slots as the stage has, of a record and what direct reads add at both
-/// ends; those that are missing are being read to.
-pub(super) struct Disk<H> {
-    pub(super) reads: Reads<H>,
-    pub(super) slots: Vec<Option<H>>,
-}
-
-/// Bytes of a record of `bytes` and what direct reads add at both ends.
-pub(super) fn read_slot(bytes: usize) -> usize {
-    (bytes + 2 * BLOCK).next_multiple_of(BLOCK)
 }
 
 /// An expert that was read and checked.
@@ -461,6 +465,7 @@ impl<D: Device> KernelBackend<D> {
         }
         experts.tiers = Some(Tiers {
             number: layer.number,
+            key: NEXT.fetch_add(1, Ordering::Relaxed),
             at: RwLock::new(At {
                 tiers: layer.tiers.to_vec(),
                 places,
@@ -469,6 +474,9 @@ impl<D: Device> KernelBackend<D> {
             cpu,
             file: layer.file.clone(),
             stage,
+            pinned: layer.tiers.contains(&Tier::RamAns) && placement::copies_ahead(),
+            kept: AtomicU64::new(0),
+            ahead: Default::default(),
             used: Default::default(),
             vram: AtomicU64::new(0),
             moves: slot.map(|_| Mutex::new(Moves::new(layer.tiers.len()))),
@@ -517,6 +525,7 @@ impl<D: Device> KernelBackend<D> {
                     memory: self.scratch(slots * slot)?,
                     slots,
                     slot,
+                    ahead: Mutex::default(),
                     disk: Mutex::new(None),
                 })
             }
@@ -524,13 +533,10 @@ impl<D: Device> KernelBackend<D> {
         if reads {
             let mut disk = made.disk.lock().unwrap_or_else(PoisonError::into_inner);
             if disk.is_none() {
-                let slot = || -> Result<_> {
-                    Ok(Some(self.device().allocate_host(read_slot(made.slot))?))
-                };
-                *disk = Some(Disk {
-                    slots: (0..made.slots).map(|_| slot()).collect::<Result<_>>()?,
-                    reads: Reads::new(Way::Ring),
-                });
+                let slot =
+                    || -> Result<_> { Ok(self.device().allocate_host(read_slot(made.slot))?) };
+                let rooms = (0..made.slots).map(|_| slot()).collect::<Result<_>>()?;
+                *disk = Some(Disk::new(rooms));
             }
         }
         *stage = Some(made.clone());
