@@ -189,6 +189,17 @@ fn a_plan_is_made_and_rates_are_kept() {
     assert!(p["token_s"].as_f64().unwrap() <= p["greedy_s"].as_f64().unwrap() + 1e-12);
     assert!(p["vram_bytes"].as_u64().unwrap() <= 2 << 20);
     assert!(p["ram_bytes"].as_u64().unwrap() <= 200_000);
+    // What the disk is read to counts in the host's memory, where anything is on disk.
+    assert_eq!(all["ram_reads_bytes"], 0);
+    let reads = little["ram_reads_bytes"].as_u64().unwrap();
+    assert!(
+        reads > 0 && little["ram_budget_bytes"] == 200_000,
+        "{little}"
+    );
+    let more = (reads + 200_000).to_string();
+    let more = json(&[&with[..], &["--vram-budget", &vram, "--ram-budget", &more]].concat());
+    let ram = more["plan"]["ram_bytes"].as_u64().unwrap();
+    assert!((1..=200_000).contains(&ram), "{more}");
     assert_eq!(experts(&all["plan"])[4], 0);
     // Two devices with as little each: fewer experts on disk, a row for each device and tier.
     // The first one has rows of the other beside that.
@@ -223,7 +234,12 @@ fn a_plan_is_made_and_rates_are_kept() {
             .stdout(is_empty())
             .stderr(contains(what).and(predicate::function(|s: &str| s.lines().count() == 1)));
     };
-    fails(&["--vram-budget", "1M"], "hold no model whose dense part");
+    fails(
+        &["--vram-budget", "1M"],
+        "1.0 MB of device memory hold no model whose dense part",
+    );
+    // Passes of two tokens are measured whatever a prompt's batches are.
+    plan(&["--batch", "1", "--calibrate"]).success();
     fails(&["-c", "513"], "-c 513: expected 1 to 512");
     let other = dir.path().join("other.txt");
     fs::write(&other, "9 0 1\n").unwrap();

@@ -808,6 +808,11 @@ fn generate_takes_budgets_and_records_usage() {
         .assert()
         .code(1)
         .stderr(contains("line 1: expected layer, expert and count"));
+    let raw: [&dyn AsRef<std::ffi::OsStr>; 4] = [&"--vram-budget", &"8M", &"--tier", &"raw"];
+    generate("emulator", &raw)
+        .assert()
+        .code(1)
+        .stderr(contains("--tiers vram-hot,ram-raw"));
     generate("cpu", &budget).assert().code(1).stderr(
         contains("one place for experts")
             .and(predicate::function(|s: &str| s.lines().count() == 1)),
